@@ -1,0 +1,1 @@
+"""The offload engine: where tensors rest, how they move, when units are updated. Knows torch only."""

@@ -1,0 +1,98 @@
+"""The marker that stands in ``parameter.grad`` for a gradient the engine has taken to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class TakenGradient(Tensor):
+    """Stands for a gradient that now rests on the host: right shape, dtype and device, no memory.
+
+    Any use outside backward (scaling, clipping, taking the norm) raises instead of doing nothing, because
+    the values are elsewhere. During backward autograd adds the next micro-batch's gradient to it; the
+    addend is kept in :attr:`arrived` for the engine's hook. Zeroing zeroes the host values.
+
+    Attributes:
+        host: the gradient's values in host memory, in the parameter's shape.
+        arrived: the addend that autograd delivered since the engine last looked, or None.
+    """
+
+    host: Tensor
+    arrived: Tensor | None
+    wait: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, host: Tensor, wait: Callable[[], None]) -> TakenGradient:
+        marker: TakenGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, dtype=like.dtype, device=like.device, strides=like.stride()
+        )
+        marker.host = host
+        marker.arrived = None
+        marker.wait = wait
+        return marker
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype}, resting on the host)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0]
+        if isinstance(first, cls):
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward and func in (aten.add_.Tensor, aten.add.Tensor):
+                first.arrived = args[1].detach()
+                return first
+            if func is aten.zero_.default:
+                first.wait()
+                first.host.zero_()
+                return first
+            if func is aten.detach.default:
+                return first
+        raise RuntimeError(
+            f"{func.name().split('::')[-1].split('.')[0]} on a gradient that was already offloaded to the host "
+            "would have no effect. Clip with optimizer.clip_grad_norm_(max_norm), normalise the loss before "
+            "backward(), or build the optimizer with offload_gradients=False."
+        )
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def tensor_norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """Norm of one gradient as a 0-dim tensor, accumulated and returned in fp32 for 16-bit gradients."""
+    dtype = torch.float32 if gradient.dtype in LOW_PRECISION else None
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+
+
+def total_norm(norms: list[Tensor], norm_type: float, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Norm of the concatenation of all gradients from their single norms, as torch.nn.utils.get_total_norm.
+
+    Args:
+        norms: 0-dim tensors, on any devices; the result lies where the first one does.
+        norm_type: the p of the p-norm; may be ``inf``.
+        error_if_nonfinite: raise RuntimeError where the result is nan or infinite.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot be clipped."
+        )
+    return total
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
+    """The factor that brings ``norm`` down to ``max_norm``, 1 where it is smaller; None for no limit.
+
+    The epsilon is that of torch.nn.utils.clip_grads_with_norm_, so that results agree bit for bit.
+    """
+    if max_norm == float("inf"):
+        return None
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,7 +1,8 @@
 """Dotted path -> object, and what keyword arguments that object takes; with errors that help.
 
 A *component* is anything callable that a configuration names by its dotted path: a class, a function, a
-``functools.partial``. Nothing here imports torch; the packages that a path names are imported when it is resolved.
+``functools.partial``. Nothing here imports torch; the packages that a path names are imported when it is
+resolved.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def resolve(path: str, *, key: str | None = None) -> Any:
         key: the configuration key that holds the path; it opens the error line.
 
     Raises:
-        UserError: the path is malformed, a package is not installed, a name does not exist (with the nearest one
-            that does), or importing a module failed (with the error that it raised and where).
+        UserError: the path is malformed, a package is not installed, a name does not exist (with the nearest
+            one that does), or importing a module failed (with the error that it raised and where).
     """
     prefix = f"{key}: " if key else ""
     if not isinstance(path, str):
@@ -119,7 +120,7 @@ def _import(name: str, path: str, prefix: str, *, missing_ok: bool = False) -> A
 
 
 def _reason(error: BaseException) -> str:
-    """``TypeName: message (file, line)`` on one line; the place is the last one outside the import machinery."""
+    """``TypeName: message (file, line)`` on one line; the last place outside the import machinery."""
     text = " ".join(str(error).split())
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -154,7 +155,8 @@ def _no_such_name(parent: Any, parent_path: str, name: str, rest: list[str]) -> 
     if isinstance(parent, ModuleType) and getattr(parent, "__file__", None) is None:
         # A folder without code takes the place of a package that is not installed (a run's ./wandb does).
         where = next(iter(getattr(parent, "__path__", [])), "")
-        return f"{message}: {parent_path} is only the folder {where}; pip install {parent_path.partition('.')[0]}"
+        package = parent_path.partition(".")[0]
+        return f"{message}: {parent_path} is only the folder {where}; pip install {package}"
     return f'{message}; python -c "import {parent_path}; help({parent_path})" lists what it has'
 
 
@@ -163,13 +165,15 @@ def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> in
 
     Three things go beyond :func:`inspect.signature`:
 
-    - A class or function may say itself what it takes: its attribute ``config_signature``, called with ``kwargs``,
-      returns the signature. Wrappers whose ``**kwargs`` go to a class that ``kwargs`` names use it.
+    - A class or function may say itself what it takes: its attribute ``config_signature``, called with
+      ``kwargs``, returns the signature. Wrappers whose ``**kwargs`` go to a class that ``kwargs`` names use
+      it.
     - ``**load_dataset_kwargs``, as torchtune's data set builders have it, becomes the arguments of
       ``datasets.load_dataset`` and the fields of the json, csv, text and parquet readers.
     - Annotations that are strings are evaluated where that is possible, and dropped where it is not.
 
-    A component without a signature (some are written in C) gives ``(*args, **kwargs)``: everything is accepted.
+    A component without a signature (some are written in C) gives ``(*args, **kwargs)``: everything is
+    accepted.
 
     Raises:
         UserError: from ``config_signature``.
@@ -179,7 +183,7 @@ def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> in
         signature = custom(kwargs)
         if not isinstance(signature, inspect.Signature):
             raise TypeError(f"{custom!r} must return an inspect.Signature, not {signature!r}")
-        return _without_string_annotations(signature, {})
+        return _without_string_annotations(signature, _namespace(component))
     try:
         signature = inspect.signature(component)
     except (ValueError, TypeError):
@@ -248,7 +252,8 @@ def _load_dataset_parameters(source: Any) -> dict[str, inspect.Parameter]:
         module = importlib.import_module(f"datasets.packaged_modules.{format}.{format}")
         for config in vars(module).values():
             if inspect.isclass(config) and issubclass(config, datasets.BuilderConfig):
-                for field in dataclasses.fields(config):
+                # Each reader's configuration is a dataclass.
+                for field in dataclasses.fields(config):  # type: ignore[arg-type]
                     optional.setdefault(
                         field.name, inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY)
                     )

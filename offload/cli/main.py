@@ -1,0 +1,346 @@
+"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download``.
+
+It answers for our recipes and configs and for torchtune's. What belongs to torchtune is handed on to its own
+command, imported at that moment and not before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import offload
+from offload import _startup
+from offload.cli import registry
+from offload.errors import UserError
+
+_DESCRIPTION = "Fine-tunes language models on one GPU, with the optimizer offloaded to host memory."
+
+_EPILOG = """\
+examples:
+  tune run full_finetune_single_device --config tiny_llama_offload
+  tune run full_finetune_single_device --config llama2_7b_offload optimizer.lr=1e-5
+  tune ls                                   every recipe and config, torchtune's included
+  tune cp llama2_7b_offload ./mine.yaml     a config of your own to edit
+  tune validate ./mine.yaml batch_size=4    is it well-formed? loads no weights
+
+`tune COMMAND --help` tells more. `tune-offload` and `python -m offload` are the same command.
+"""
+
+_RUN_HELP = """\
+usage: tune run RECIPE --config CONFIG [key=value ...]
+       tune run [torchrun options] RECIPE --config CONFIG [key=value ...]    (torchtune's distributed recipes)
+
+Runs a recipe.
+
+  RECIPE            a name from `tune ls`, or the path of a Python file. A name that torchtune has too
+                    means ours, unless CONFIG is one of torchtune's; torchtune/NAME always means torchtune's.
+  --config CONFIG   a name from `tune ls`, or the path of a YAML file
+
+overrides (our recipes):
+  key=value         sets a key: optimizer.lr=1e-5   output_dir=/data/run1   tags=[a,b]
+  section=path      swaps a component: optimizer=torch.optim.AdamW
+                    (arguments in the config that the new one does not take are dropped, and a line says so)
+  section=null      leaves a section out: lr_scheduler=null
+  ~key              removes a key from the config
+  +key=value        adds a key that the config does not have
+
+Every key, value and component is checked before any weight is loaded.
+
+examples:
+  tune run full_finetune_single_device --config tiny_llama_offload max_steps_per_epoch=20
+  tune run lora_finetune_single_device --config ./mine.yaml
+  tune run --nproc_per_node 2 full_finetune_distributed --config llama2/7B_full
+"""
+
+
+_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with this command's one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments ``argv`` (default: the process's) and returns its exit status.
+
+    A mistake of the user's is printed as ``error: ...``, one line per problem, and gives status 2. A recipe's
+    own ``SystemExit`` is passed through.
+    """
+    _startup.disarm()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        sys.stdout.flush()
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `tune cat NAME | head`: the reader has enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def script() -> NoReturn:
+    """What the installed scripts call."""
+    sys.exit(main())
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # `run` passes most of its words on, to the recipe or to torchrun: argparse must not interpret them.
+    if arguments[:1] == ["run"]:
+        return _run(arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        from offload.component import nearest
+
+        near = nearest(arguments[0], _COMMANDS)
+        raise UserError(
+            f"no command {arguments[0]!r}: "
+            + (f"did you mean {near}?" if near else f"choose from {', '.join(_COMMANDS)}")
+        )
+    parser = _parser()
+    args, extra = parser.parse_known_args(arguments)
+    if args.command == "validate":
+        # argparse gives up on positional words that come after an option.
+        args.overrides += [word for word in extra if not word.startswith("-")]
+        extra = [word for word in extra if word.startswith("-")]
+    if extra:
+        raise UserError(f"unknown argument {extra[0]}; see `tune {args.command or ''}".rstrip() + " --help`")
+    if args.command is None:
+        parser.print_help()
+        return 0
+    status: int = args.execute(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="tune", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"tune-offload {offload.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+
+    commands.add_parser("run", help="run a recipe with a config", add_help=False)
+
+    ls = commands.add_parser(
+        "ls", help="list recipes and configs", description="Lists recipes and their configs."
+    )
+    ls.add_argument("pattern", nargs="?", help="only what has this in its recipe's or config's name")
+    ls.set_defaults(execute=_ls)
+
+    cp = commands.add_parser(
+        "cp",
+        help="copy a recipe or config to edit",
+        description="Copies a recipe or config to a file of your own.",
+        epilog="example: tune cp llama2_7b_offload ./mine.yaml",
+    )
+    cp.add_argument("file", help="a recipe or config from `tune ls`")
+    cp.add_argument("destination", help="a file, or a folder to put it into; the suffix may be left out")
+    cp.add_argument("-n", "--no-clobber", action="store_true", help="leave an existing destination as it is")
+    cp.add_argument("--make-parents", action="store_true", help="make the destination's missing folders")
+    cp.set_defaults(execute=_cp)
+
+    cat = commands.add_parser(
+        "cat", help="print a config or recipe", description="Prints a config or recipe."
+    )
+    cat.add_argument("name", help="a config or recipe from `tune ls`, or a path")
+    cat.add_argument(
+        "--sort", action="store_true", help="a config's keys in alphabetical order, without comments"
+    )
+    cat.set_defaults(execute=_cat)
+
+    validate = commands.add_parser(
+        "validate",
+        help="check a config",
+        description="Checks a config's keys, values and components' arguments, without loading weights. "
+        "Exit status 0 where all is well, 2 where not.",
+        epilog="example: tune validate llama2_7b_offload optimizer.lr=1e-5",
+    )
+    validate.add_argument("config", help="a config from `tune ls`, or a path")
+    validate.add_argument("overrides", nargs="*", metavar="override", help="as for `tune run`")
+    validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
+    validate.set_defaults(execute=_validate)
+
+    from offload.cli import download
+
+    download.add_parser(commands)
+    return parser
+
+
+def _ls(args: argparse.Namespace) -> int:
+    print(f"{'RECIPE':<48} CONFIG")
+    shown = 0
+    for recipe, configs in registry.listing():
+        if args.pattern and args.pattern not in recipe:
+            configs = [config for config in configs if args.pattern in config]
+            if not configs:
+                continue
+        for position, config in enumerate(configs or ["<>"]):
+            print(f"{recipe if position == 0 else '':<48} {config}")
+        shown += 1
+    if not shown:
+        raise UserError(f"no recipe or config has {args.pattern!r} in its name; `tune ls` lists all of them")
+    return 0
+
+
+def _cp(args: argparse.Namespace) -> int:
+    source, is_config = registry.find_any(args.file)
+    suffix = source.suffix
+    destination = Path(args.destination).expanduser()
+    if destination.is_dir() or args.destination.endswith(("/", os.sep)):
+        destination = destination / source.name
+    elif destination.suffix not in {suffix, *((".yml",) if is_config else ())}:
+        destination = Path(f"{destination}{suffix}")
+    if args.no_clobber and destination.exists():
+        print(f"{destination} exists already: left as it is")
+        return 0
+    try:
+        if args.make_parents:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, destination)
+    except FileNotFoundError:
+        raise UserError(f"{destination.parent} does not exist: make it, or add --make-parents") from None
+    except shutil.SameFileError:
+        raise UserError(f"{destination} is the file itself: give another destination") from None
+    except OSError as error:
+        raise UserError(f"cannot write {destination}: {error.strerror}") from None
+    print(f"Copied to {destination}")
+    return 0
+
+
+def _cat(args: argparse.Namespace) -> int:
+    source, is_config = registry.find_any(args.name)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {source}: {error}") from None
+    if args.sort:
+        if not is_config:
+            raise UserError(f"--sort is for configs; {args.name} is a recipe")
+        import yaml
+
+        try:
+            text = yaml.safe_dump(yaml.safe_load(text), sort_keys=True, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise UserError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from offload.cli import validate
+
+    return validate.validate(args.config, args.overrides, recipe=args.recipe)
+
+
+class _RunArguments(NamedTuple):
+    torchrun: list[str]
+    recipe: str
+    config: str
+    rest: list[str]
+
+
+def _split_run(arguments: list[str]) -> _RunArguments:
+    """Takes a ``tune run`` line apart."""
+    words = list(arguments)
+    config = None
+    for index, word in enumerate(words):
+        if word in ("--config", "-c"):
+            if index + 1 == len(words):
+                raise UserError("--config needs the name or path of a config; `tune ls` lists them")
+            config = words[index + 1]
+            del words[index : index + 2]
+            break
+        if word.startswith("--config="):
+            config = word.removeprefix("--config=")
+            del words[index]
+            break
+    at = _recipe_position(words)
+    if at is None:
+        example = "tune run full_finetune_single_device --config tiny_llama_offload"
+        raise UserError(f"which recipe? For example: {example}; `tune ls` lists all of them")
+    if config is None:
+        raise UserError(
+            f"which config? For example: tune run {words[at]} --config NAME; "
+            f"`tune ls` lists the configs of each recipe"
+        )
+    return _RunArguments(words[:at], words[at], config, words[at + 1 :])
+
+
+def _recipe_position(words: list[str]) -> int | None:
+    """Where the recipe stands: first, or, after torchrun's options, the first word that names one."""
+    if not words:
+        return None
+    if not words[0].startswith("-"):
+        return 0
+    recipes = {name for name, _ in registry.listing()} | set(registry.torchtune_recipes())
+    for index, word in enumerate(words):
+        if word in recipes or word.removesuffix(".py") in recipes or word.endswith(".py"):
+            return index
+    # An option's value may stand alone, so the last word without a dash or an equals sign is the best guess at
+    # a misspelt recipe; finding it fails and names the nearest one.
+    candidates = [i for i, word in enumerate(words) if not word.startswith("-") and "=" not in word]
+    return candidates[-1] if candidates else None
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_RUN_HELP, end="")
+        return 0
+    run = _split_run(arguments)
+    if run.rest[:1] in (["-h"], ["--help"]):
+        print(_RUN_HELP, end="")
+        return 0
+    from offload.cli.handover import torchtune
+
+    config = registry.find_config(run.config)
+    recipe = registry.find_recipe(run.recipe, config=config)
+    if not recipe.ours:
+        if run.torchrun and not recipe.distributed:
+            raise UserError(_single_device(recipe.name, run.torchrun))
+        return torchtune(["run", *run.torchrun, recipe.name, "--config", str(config.path), *run.rest])
+    if run.torchrun:
+        if recipe.path.parent == registry.recipes_dir():
+            raise UserError(_single_device(recipe.name, run.torchrun))
+        return torchtune(
+            ["run", *run.torchrun, _importable(recipe.path), "--config", str(config.path), *run.rest]
+        )
+    return _execute(recipe.path, ["--config", str(config.path), *run.rest])
+
+
+def _single_device(recipe: str, options: list[str]) -> str:
+    return f"{recipe} runs on one device: leave out {' '.join(options)}, or choose a *_distributed recipe"
+
+
+def _importable(recipe: Path) -> str:
+    """A recipe file as torchtune's command takes it under torchrun: a path below the current folder."""
+    try:
+        return str(recipe.relative_to(Path.cwd()))
+    except ValueError:
+        raise UserError(
+            f"with torchrun options the recipe file must lie below the current folder, and {recipe} does not"
+        ) from None
+
+
+def _execute(recipe: Path, arguments: list[str]) -> int:
+    """Runs a recipe file as the main program, in this process."""
+    import runpy
+
+    sys.argv = [str(recipe), *arguments]
+    # For modules of the user's beside the recipe or in the current folder.
+    for folder in (os.getcwd(), str(recipe.parent)) if recipe.parent != registry.recipes_dir() else ():
+        if folder not in sys.path:
+            sys.path.append(folder)
+    runpy.run_path(str(recipe), run_name="__main__")
+    return 0

@@ -1,0 +1,99 @@
+"""``tune validate``: is this config well-formed for its recipe?"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from offload.cli import registry
+from offload.errors import UserError
+
+
+def validate(name: str, overrides: Sequence[str], *, recipe: str | None = None) -> int:
+    """Checks the config ``name`` with ``overrides`` and prints the outcome; returns 0.
+
+    Args:
+        name: a config's name or path.
+        overrides: as on a ``tune run`` line.
+        recipe: the recipe to check against. By default the one that a config of ours is for; for a file, that
+            of our recipes in whose eyes it has the fewest problems.
+
+    Raises:
+        UserError: the problems, one per line.
+    """
+    config = registry.find_config(name)
+    chosen = registry.find_recipe(recipe, config=config) if recipe is not None else None
+    if (config.shipped and not config.ours) or (chosen is not None and not chosen.ours):
+        return _validate_by_torchtune(config.path, overrides)
+
+    if chosen is not None:
+        candidates = [chosen]
+    elif config.shipped:
+        candidates = [registry.find_recipe(registry.recipe_of_config(config.name))]
+    else:
+        candidates = [registry.find_recipe(recipe_name) for recipe_name in registry.our_recipes()]
+
+    failures: list[tuple[registry.RecipeRef, UserError]] = []
+    for candidate in candidates:
+        notes: list[str] = []
+        try:
+            check(candidate, config.path, overrides, notes)
+        except UserError as error:
+            failures.append((candidate, error))
+            continue
+        for note in notes:
+            print(note)
+        print(f"OK: {name} is well-formed for {candidate.name}")
+        return 0
+
+    best, problems = min(failures, key=lambda failure: len(failure[1].lines))
+    if len(candidates) > 1:
+        raise UserError(
+            f"{problems}\nchecked as a config of {best.name}: --recipe NAME chooses another recipe"
+        )
+    raise problems
+
+
+def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], notes: list[str]) -> None:
+    """Checks one config against the ``Settings`` that a recipe file declares. Nothing is instantiated.
+
+    Raises:
+        UserError: the problems, one per line.
+    """
+    from offload.training import torchao_shim
+
+    torchao_shim.install()
+    from offload.training.config import load_and_check
+    from offload.training.tiny import register_resolvers
+
+    schema = getattr(_load(recipe.path), "Settings", None)
+    if schema is None:
+        raise UserError(f"{recipe.name} declares no class Settings, so it has nothing to check against")
+    register_resolvers()
+    load_and_check(config, overrides, schema, notes)
+
+
+def _load(path: Path) -> ModuleType:
+    """Loads a recipe's file as a module, without running it."""
+    import sys
+
+    spec = importlib.util.spec_from_file_location(f"offload_recipe_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up to evaluate annotations.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _validate_by_torchtune(config: Path, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise UserError(
+            f"overrides cannot be checked for torchtune's recipes (torchtune's check takes a file alone): "
+            f"leave out {' '.join(overrides)}"
+        )
+    from offload.cli.handover import torchtune
+
+    return torchtune(["validate", str(config)])

@@ -1,0 +1,1 @@
+"""What the recipes share; with the recipes themselves, the only part that imports torchtune."""

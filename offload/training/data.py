@@ -1,0 +1,206 @@
+"""Data sets, batches and their order.
+
+The order is a pure function of seed, epoch and position, so that a run which resumes in the middle of an
+epoch sees exactly the batches that an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from offload.component import resolve
+from offload.errors import UserError
+from offload.training.config import instantiate
+from offload.training.loss import shift_labels
+
+
+@dataclass
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        inputs: the model's keyword arguments (tokens [batch, tokens], mask, input_pos).
+        labels: int64 [batch, tokens], shifted: position t holds the token that follows t.
+        num_tokens: tokens that are not padding.
+        num_labels: labels that count in the loss.
+        sample_length: mean tokens of a sample, packed or not; attention's cost grows with it.
+    """
+
+    inputs: dict[str, Any]
+    labels: Tensor
+    num_tokens: int
+    num_labels: int
+    sample_length: float
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors on ``device``."""
+        if device.type == "cpu":
+            return self
+        inputs = {
+            key: value.to(device, non_blocking=True) if hasattr(value, "to") else value
+            for key, value in self.inputs.items()
+        }
+        labels = self.labels.to(device, non_blocking=True)
+        return Batch(inputs, labels, self.num_tokens, self.num_labels, self.sample_length)
+
+
+class Collate:
+    """Samples to a :class:`Batch`; counts tokens before padding hides them.
+
+    Args:
+        collate_fn: torchtune's collator for these samples.
+        padding_idx: the token that pads packed samples; None for samples that are not padded yet.
+        ignore_index: label that does not count.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], dict[str, Any]], padding_idx: int | None, ignore_index: int):
+        self._collate_fn = collate_fn
+        self._padding_idx = padding_idx
+        self._ignore_index = ignore_index
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        num_tokens = sum(self._length(sample["tokens"]) for sample in samples)
+        inputs = self._collate_fn(samples)
+        labels = shift_labels(inputs.pop("labels"), self._ignore_index)
+        num_labels = int((labels != self._ignore_index).sum())
+        packed = self._padding_idx is not None
+        num_samples = int((inputs["input_pos"] == 0).sum()) if packed else len(samples)
+        return Batch(inputs, labels, num_tokens, num_labels, num_tokens / max(1, num_samples))
+
+    def _length(self, tokens: Any) -> int:
+        if self._padding_idx is None:
+            return len(tokens)
+        real = (torch.as_tensor(tokens) != self._padding_idx).nonzero()
+        return 0 if len(real) == 0 else int(real[-1]) + 1
+
+
+class Batches:
+    """The micro-batches of every epoch, in an order that seed and epoch decide.
+
+    Args:
+        dataset: a map-style data set.
+        collate: makes a batch of samples.
+        batch_size: samples per micro-batch; what is left at the end of an epoch is dropped.
+        shuffle: permute the samples anew in each epoch.
+        seed: of the permutations.
+        num_workers: processes that load; 0 loads in this process.
+        drop_last: drop a last batch that is not full.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Collate,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        num_workers: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._num_workers = num_workers
+        self._drop_last = drop_last
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch."""
+        full = self.num_samples / self._batch_size
+        return math.floor(full) if self._drop_last else math.ceil(full)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The micro-batches of ``epoch`` from number ``start`` on."""
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(self.num_samples, generator=generator).tolist()
+        else:
+            order = list(range(self.num_samples))
+        batches = [order[i * self._batch_size : (i + 1) * self._batch_size] for i in range(start, len(self))]
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=self._collate,
+            num_workers=self._num_workers,
+            # The loader draws a seed for its workers; from here, it leaves the run's own generator alone.
+            generator=torch.Generator().manual_seed(self._seed + epoch),
+        )
+        return iter(loader)
+
+
+def build_batches(
+    section: DictConfig | ListConfig,
+    tokenizer: Any,
+    *,
+    key: str,
+    collate_fn: str,
+    ignore_index: int,
+    **options: Any,
+) -> Batches:
+    """Data set(s) of a config section as :class:`Batches`.
+
+    Args:
+        section: one data-set component, or a list of them (concatenated).
+        tokenizer: passed to each component.
+        key: the section's name, for messages.
+        collate_fn: dotted path of the collator for samples that are not packed.
+        ignore_index: label that does not count.
+        **options: of :class:`Batches`.
+
+    Raises:
+        UserError: for a data set that cannot be read or mixes packed and other samples.
+    """
+    from torchtune.data import padded_collate_packed
+    from torchtune.datasets import ConcatDataset, PackedDataset
+
+    sections: Sequence[DictConfig] = list(section) if isinstance(section, ListConfig) else [section]
+    datasets = [_build_dataset(one, tokenizer, key) for one in sections]
+    packed = [isinstance(dataset, PackedDataset) for dataset in datasets]
+    if any(packed) and not all(packed):
+        raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
+    dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
+    if all(packed):
+        collate = Collate(padded_collate_packed, datasets[0].padding_idx, ignore_index)
+    else:
+        function = resolve(collate_fn, key="collate_fn")
+        collate = Collate(_PaddingCollate(function, tokenizer.pad_id, ignore_index), None, ignore_index)
+    return Batches(dataset, collate, **options)
+
+
+class _PaddingCollate:
+    """torchtune's padding collators with their two settings bound (a class, so that workers can have it)."""
+
+    def __init__(self, function: Callable[..., dict[str, Any]], padding_idx: int, ignore_index: int) -> None:
+        self._function, self._padding_idx, self._ignore_index = function, padding_idx, ignore_index
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._function(samples, padding_idx=self._padding_idx, ignore_idx=self._ignore_index)
+
+
+def _build_dataset(section: DictConfig, tokenizer: Any, key: str) -> Any:
+    try:
+        return instantiate(section, tokenizer)
+    except UserError:
+        raise
+    except Exception as error:
+        # `datasets` and pyarrow raise their own exceptions for unreadable files, without a common base.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        source = section.get("data_files") or section.get("source")
+        first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise UserError(f"{key}: {source} cannot be read as {section.get('source')} data: {first}") from error

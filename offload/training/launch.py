@@ -1,0 +1,107 @@
+"""From the command line to a recipe's end: arguments, configuration, exit status.
+
+Exit status: 0 trained; 2 something that the user can mend, told in one line; 130 and 143 after SIGINT and
+SIGTERM, with a checkpoint saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from offload.errors import UserError
+
+
+class Recipe(Protocol):
+    """What a recipe script hands to :func:`run_recipe`: a class with these methods and a schema."""
+
+    Settings: type
+
+    def __init__(self, settings: Any, cfg: Any) -> None: ...
+
+    def setup(self) -> None: ...
+
+    def train(self) -> int:
+        """Does the work; returns the exit status."""
+
+    def cleanup(self, exit_code: int) -> None:
+        """Runs whatever happened, also after a failed set-up."""
+
+
+def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) -> int:
+    """Run a recipe as a program: ``--config PATH [key=value ...]``; returns the exit status."""
+    from offload.training.config import load_and_check
+
+    _quieten()
+    parser = argparse.ArgumentParser(description=(recipe_class.__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--config", required=True, metavar="PATH", help="configuration (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the configuration's")
+    arguments = parser.parse_args(argv)
+    try:
+        notes: list[str] = []
+        cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        recipe = recipe_class(settings, cfg)
+        return _run(recipe)
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was saved", file=sys.stderr)
+        return 130
+    except Exception as error:
+        line = _mendable(error)
+        if line is None:
+            raise
+        for one in line.splitlines():
+            print(f"error: {one}", file=sys.stderr)
+        return 2
+
+
+def _quieten() -> None:
+    """Our own log lines only, and no other library's progress bars in files and CI logs."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("offload")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def _run(recipe: Recipe) -> int:
+    exit_code = 1
+    try:
+        recipe.setup()
+        exit_code = recipe.train()
+    finally:
+        recipe.cleanup(exit_code)
+    return exit_code
+
+
+def _mendable(error: BaseException) -> str | None:
+    """The line for an error that the user can mend; None for a defect, whose traceback is worth more."""
+    import torch
+
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"out of device memory ({str(error).splitlines()[0].strip()}); in this order try batch_size=1, "
+            "enable_activation_checkpointing=True, a smaller tokenizer.max_seq_len, optimizer.strategy=host with "
+            "optimizer.offload_gradients=True, enable_activation_offloading=True"
+        )
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return (
+            "out of host memory; try a smaller model or batch_size, optimizer.offload_gradients=False, or a base "
+            "optimizer with smaller states (optimizer.optimizer_class=torchao.optim.AdamW8bit)"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot write{where}: {error.strerror}; free space or choose another output_dir"
+    return None

@@ -1,0 +1,172 @@
+"""Losses: the fused head and cross-entropy, and one way to get any loss as a sum over labels.
+
+The recipes divide by the number of labels of the whole step before its first backward, so what they need of
+a loss is its sum. That keeps gradient accumulation exact, and a micro-batch without any label adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+"""The label that does not count, in torch.nn.CrossEntropyLoss and in torchtune's data sets."""
+
+Head = Callable[[Tensor], Tensor]
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Output projection and cross-entropy in one, chunk by chunk over tokens; the logits never exist whole.
+
+    For each chunk the projection, the loss and both gradients are computed at once, so that nothing but the
+    gradients outlives the chunk and nothing is recomputed in backward. At 4096 tokens and Llama 3's 128256
+    words this holds 8 chunks of 0.25 GiB in turn where the plain loss holds 2 GiB of fp32 logits, twice.
+
+    The head may be any module over the last dimension: tied, low-rank adapted, soft-capped.
+
+    Args:
+        num_output_chunks: number of chunks that the tokens are cut into.
+        ignore_index: label that does not count.
+    """
+
+    def __init__(self, num_output_chunks: int = 8, ignore_index: int = IGNORE_INDEX) -> None:
+        super().__init__()
+        if num_output_chunks < 1:
+            raise ValueError(f"num_output_chunks: expected at least 1, got {num_output_chunks}")
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, num_labels: int, head: Head, parameters: list[nn.Parameter]
+    ) -> Tensor:
+        """Sum of the cross-entropy over the labels that count, a 0-dim fp32 tensor.
+
+        Args:
+            hidden: what the head takes, shape [batch, tokens, dim].
+            labels: int64, shape [batch, tokens], already shifted.
+            num_labels: how many of them count; known on the host, so that nothing waits for the device.
+            head: maps [tokens, dim] to logits [tokens, vocabulary].
+            parameters: the head's parameters, for their gradients.
+        """
+        # Chunks without a label that counts (a prompt, padding) cost nothing.
+        counts = (labels != self.ignore_index).reshape(-1)
+        counted = torch.nonzero_static(counts, size=num_labels).squeeze(1)
+        flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, counted)
+        targets = labels.reshape(-1).index_select(0, counted)
+        trainable = [p for p in parameters if p.requires_grad]
+        if torch.is_grad_enabled() and (flat.requires_grad or trainable):
+            return _FusedCrossEntropy.apply(flat, targets, head, self.num_output_chunks, *trainable)
+        total = flat.new_zeros((), dtype=torch.float32)
+        for chunk, target in _chunks(flat, targets, self.num_output_chunks):
+            total += F.cross_entropy(head(chunk).float(), target, reduction="sum")
+        return total
+
+
+def _chunks(flat: Tensor, targets: Tensor, number: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(flat.chunk(number), targets.chunk(number), strict=True))
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in forward, where the logits are at hand; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: Tensor, targets: Tensor, head: Head, num_chunks: int, *parameters: nn.Parameter
+    ) -> Tensor:
+        total = flat.new_zeros((), dtype=torch.float32)
+        flat_gradient = torch.empty_like(flat)
+        gradients: list[Tensor] = []
+        start = 0
+        for chunk, target in _chunks(flat, targets, num_chunks):
+            with torch.enable_grad():
+                leaf = chunk.detach().requires_grad_()
+                loss = F.cross_entropy(head(leaf).float(), target, reduction="sum")
+                of_leaf, *of_parameters = torch.autograd.grad(loss, (leaf, *parameters))
+            total += loss.detach()
+            flat_gradient[start : start + len(chunk)] = of_leaf
+            start += len(chunk)
+            if gradients:
+                torch._foreach_add_(gradients, of_parameters)
+            else:
+                gradients = list(of_parameters)
+        ctx.save_for_backward(flat_gradient, *gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:  # type: ignore[override]
+        flat_gradient, *gradients = ctx.saved_tensors
+        scaled = [gradient * factor.to(gradient.dtype) for gradient in (flat_gradient, *gradients)]
+        return scaled[0], None, None, None, *scaled[1:]
+
+
+class SummedLoss:
+    """Model and loss together: a batch in, the loss summed over its labels out.
+
+    Takes :class:`LinearCrossEntropyLoss`, torchtune's losses over chunked logits
+    (``CEWithChunkedOutputLoss``), and any loss called as ``loss(logits [n, vocabulary], labels [n])`` that
+    returns a mean over the labels that count (``torch.nn.CrossEntropyLoss``) or a sum (``reduction="sum"``).
+
+    Args:
+        model: a torchtune ``TransformerDecoder``; set up here for the loss (chunked or no logits).
+        loss: the loss component.
+        compile: compile the loss with torch.compile.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, *, compile: bool = False) -> None:
+        self._model: Any = model
+        self._loss: Any = loss
+        self.ignore_index: int = getattr(loss, "ignore_index", IGNORE_INDEX)
+        self._fused = isinstance(loss, LinearCrossEntropyLoss)
+        if self._fused:
+            self._skip_head()
+        elif hasattr(loss, "num_output_chunks"):
+            self._model.set_num_output_chunks(loss.num_output_chunks)
+        if compile:
+            self._compile()
+
+    def _skip_head(self) -> None:
+        # torchtune 0.6.1 has no switch for it: the decoder's own unembed() would apply the head.
+        model = self._model
+        head = getattr(model.output, "tied_module", model.output)
+        self._head_parameters = list(head.parameters())
+        # A function, because assigning the module itself would register it a second time.
+        model.unembed = lambda hidden: model.norm(hidden)
+
+    def _compile(self) -> None:
+        if hasattr(self._loss, "compute_cross_entropy"):
+            self._loss.compute_cross_entropy = torch.compile(self._loss.compute_cross_entropy)
+        elif not self._fused:
+            self._loss = torch.compile(self._loss)
+
+    def __call__(self, inputs: dict[str, Any], labels: Tensor, num_labels: int) -> Tensor:
+        """The sum of the loss over ``labels``, 0-dim.
+
+        Args:
+            inputs: keyword arguments of the model's forward.
+            labels: int64, shape [batch, tokens], already shifted.
+            num_labels: how many of them count.
+        """
+        output = self._model(**inputs)
+        if self._fused:
+            return self._loss(output, labels, num_labels, self._model.output, self._head_parameters)
+        if num_labels == 0:
+            # A mean over nothing is nan; the sum is 0, with a graph behind it.
+            return sum(part.sum() for part in (output if isinstance(output, list) else [output])) * 0.0
+        if isinstance(output, list):
+            return self._loss(output, labels) * num_labels
+        value = self._loss(output.reshape(-1, output.shape[-1]), labels.reshape(-1))
+        return value if getattr(self._loss, "reduction", "mean") == "sum" else value * num_labels
+
+
+def shift_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Labels moved one to the left, so that position t holds what the model predicts there.
+
+    Args:
+        labels: int64, shape [batch, tokens].
+        ignore_index: what the last position gets.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=ignore_index)

@@ -1,0 +1,463 @@
+"""What a run reports: ``metrics.jsonl``, the mirrors of it, times per phase and tokens per second.
+
+``metrics.jsonl`` is the truth: one JSON object per log, written and flushed as one line, so that a killed
+run loses nothing that was logged. Mirrors (wandb, tensorboard, ...) receive the same values on threads of
+their own; one that fails or hangs costs the run a warning and nothing else.
+
+The form of a line::
+
+    {"step": 20, "time": 1767225600.123, "loss": 2.31, "lr": 1e-05, ...}
+
+``step`` counts optimizer steps from 1, ``time`` is seconds since 1970. A value that JSON has no number for
+(NaN, infinities) is ``null``, so that every JSON reader takes the line, and its name is kept in an extra
+member, which only such lines have: ``"nonfinite": {"loss": "nan"}``. A value that is not known (``None``)
+is ``null`` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload.training.progress import say
+
+METRICS_FILE = "metrics.jsonl"
+
+Number = float | int
+
+
+class Mirror(Protocol):
+    """Somewhere that the metrics are copied to: torchtune's ``MetricLoggerInterface``, as far as it is used.
+
+    Everything is called on one thread that belongs to this mirror, in order; ``close`` may take an
+    ``exit_code`` (0: the run ended well). If ``close`` does not return in time, ``abandon()`` is called,
+    where there is one, on the thread of the caller of :meth:`MetricLog.close`.
+    """
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None: ...
+
+    def log_config(self, config: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricLog:
+    """``output_dir/metrics.jsonl`` and its mirrors.
+
+    A fresh run into a folder that holds an earlier run's file renames that to ``metrics.<n>.jsonl``. A run
+    that resumes from step ``resume_step`` keeps the lines up to that step and drops those after it, which it
+    is about to write again (also a last line torn by a kill).
+
+    Args:
+        output_dir: created if need be.
+        mirrors: objects with ``log_dict``, ``log_config`` and ``close``; see :class:`Mirror`.
+        resume_step: the step that the loaded checkpoint was saved at; None for a fresh run.
+        mirror_patience: seconds that :meth:`close` waits for each mirror to finish its work.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        mirrors: Sequence[Mirror] = (),
+        *,
+        resume_step: int | None = None,
+        mirror_patience: float = 30.0,
+    ) -> None:
+        self.path = Path(output_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            _set_aside(self.path)
+        else:
+            _keep_lines_up_to(self.path, resume_step)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._mirrors = [_MirrorThread(mirror) for mirror in mirrors]
+        self._mirror_patience = mirror_patience
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Writes one line and hands the values to the mirrors.
+
+        Args:
+            values: numbers by name; a one-element tensor is read (which waits for its device), None is
+                written as ``null`` and left out of the mirrors.
+            step: number of optimizer steps done, from 1.
+
+        Raises:
+            TypeError: a value is not a number.
+            OSError: the line cannot be written (disk full).
+            ValueError: the log is closed.
+        """
+        numbers = {name: _as_number(name, value) for name, value in values.items()}
+        self._write(_line(numbers, step=step, now=time.time()))
+        known = {name: number for name, number in numbers.items() if number is not None}
+        for mirror in self._mirrors:
+            mirror.put("log_dict", known, step)
+
+    def log_config(self, config: Any) -> None:
+        """Hands the run's configuration to the mirrors; the file holds numbers only."""
+        for mirror in self._mirrors:
+            mirror.put("log_config", config)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Closes the file and waits, for a bounded time, until the mirrors are done. May be called twice.
+
+        Args:
+            exit_code: 0 if the run ended well; mirrors that take it mark the run as failed otherwise.
+        """
+        if not self._file.closed:
+            self._file.close()
+        mirrors, self._mirrors = self._mirrors, []
+        for mirror in mirrors:
+            mirror.put("close", exit_code)
+        for mirror in mirrors:
+            mirror.join(self._mirror_patience)
+
+    def _write(self, line: bytes) -> None:
+        # One unbuffered write: the line reaches the kernel whole, and a kill cannot lose it. Only a full
+        # disk makes it shorter than asked; then the next line must not be glued to the torn one.
+        start = self._file.tell()
+        written = self._file.write(line)
+        if written != len(line):
+            self._file.truncate(start)
+            raise OSError(
+                f"{self.path}: only {written} of {len(line)} bytes could be written: is the disk full?"
+            )
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl`` in order. A last line torn by a kill is left out.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Raises:
+        ValueError: a line that is not the last one is no JSON object.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    rows = []
+    for number, (line, whole) in enumerate(_lines(path.read_bytes()), start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif whole:
+            raise ValueError(f"{path}:{number}: not a JSON object: {line[:80]!r}")
+    return rows
+
+
+def _lines(content: bytes) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a file, each with whether it ends in a line break."""
+    for line in content.splitlines(keepends=True):
+        yield line, line.endswith(b"\n")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _line(numbers: Mapping[str, Number | None], *, step: int, now: float) -> bytes:
+    row: dict[str, Any] = {"step": int(step), "time": round(now, 3)}
+    nonfinite = {}
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            nonfinite[name] = str(number)
+            number = None
+        row[name] = number
+    if nonfinite:
+        row["nonfinite"] = nonfinite
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _as_number(name: str, value: Any) -> Number | None:
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, torch.Tensor) or hasattr(value, "item"):  # numpy scalars have item() too
+        value = value.item()
+        if isinstance(value, int | float):
+            return value
+    raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}), expected a number")
+
+
+def _set_aside(path: Path) -> None:
+    """Renames an earlier run's file to ``metrics.<n>.jsonl`` with the first free n."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    n = 1
+    while (target := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
+        n += 1
+    path.rename(target)
+
+
+def _keep_lines_up_to(path: Path, step: int) -> None:
+    """Rewrites the file with its lines up to ``step``, whole or not at all (temporary name and rename)."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    kept = bytearray()
+    for line, whole in _lines(content):
+        row = _parse(line)
+        if row is not None and whole and row.get("step", 0) <= step:
+            kept += line
+    if kept == content:
+        return
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class _MirrorThread:
+    """Calls one mirror from a thread of its own, so that the mirror can neither stop nor stall training.
+
+    The first exception is told in one warning and ends the mirror. When the mirror lags so far behind that
+    the queue is full (it hangs, or its server does), values are dropped, with one warning.
+    """
+
+    # Far more than a mirror that works ever lags behind; at 1 KiB a line, 10 MiB.
+    CAPACITY = 10_000
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        self._name = type(mirror).__name__
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(maxsize=self.CAPACITY)
+        self._failed = threading.Event()
+        self._told_of_drops = False
+        # A daemon: a mirror that hangs for good does not keep the interpreter from exiting.
+        self._thread = threading.Thread(target=self._run, name=f"mirror-{self._name}", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, *arguments: Any) -> None:
+        """Queues one call; returns at once."""
+        if self._failed.is_set():
+            return
+        try:
+            self._queue.put_nowait((method, arguments))
+        except queue.Full:
+            if method == "close":  # join() tells that the mirror did not finish
+                self._failed.set()
+            elif not self._told_of_drops:
+                self._told_of_drops = True
+                _warn(
+                    f"{self._name} does not keep up ({self.CAPACITY} logs behind): values are dropped there. "
+                    f"{METRICS_FILE} has all of them."
+                )
+
+    def join(self, seconds: float) -> None:
+        """Waits for the queued calls, at most ``seconds``; tells if they were not done by then."""
+        self._thread.join(0 if self._failed.is_set() else seconds)
+        if self._thread.is_alive():
+            _warn(
+                f"{self._name} did not finish within {seconds:g} s and is left behind; "
+                f"{METRICS_FILE} is complete."
+            )
+            abandon = getattr(self._mirror, "abandon", None)
+            if abandon is not None:
+                pass
+
+    def _run(self) -> None:
+        while True:
+            method, arguments = self._queue.get()
+            try:
+                if method == "close":
+                    _call_close(self._mirror.close, *arguments)
+                else:
+                    getattr(self._mirror, method)(*arguments)
+            except BaseException as error:  # whatever a mirror does, training goes on
+                self._failed.set()
+                _warn(
+                    f"{self._name}.{method} failed and is switched off: {type(error).__name__}: {error}. "
+                    f"{METRICS_FILE} has all values."
+                )
+                return
+            if method == "close":
+                return
+
+
+def _call_close(close: Callable[..., None], exit_code: int) -> None:
+    """Calls ``close`` with the exit code if it takes one (torchtune's loggers do not)."""
+    if "exit_code" in inspect.signature(close).parameters:
+        close(exit_code=exit_code)
+    else:
+        close()
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}", stream=sys.stderr)
+
+
+class StepTimer:
+    """Where the wall time of a run goes: seconds per phase since the last log.
+
+    ::
+
+        timer = StepTimer(device)
+        while ...:
+            with timer("data"): batch = next(batches)
+            with timer("forward_backward"): loss(batch).backward()
+            with timer("optimizer"): optimizer.step()
+            if log_now:
+                times = timer.read_and_reset()          # {"time/data": ..., "time/checkpoint": ..., ...}
+                rates = throughput.read_and_reset(timer.training_seconds)
+
+    A phase inside a phase stops the clock of the outer one. Time outside every phase is in the wall time
+    only.
+
+    On the CPU a phase is the time between its entry and its exit. On an accelerator the host runs ahead of
+    the device, so a phase lasts from the moment the device reaches the work queued before it to the moment it
+    is done with the work queued in it, taken with events on the current stream: data loading that the device
+    did not have to wait for counts 0, an optimizer that the device waits for counts in full (exposed time).
+    Nothing is synchronised until :meth:`read_and_reset`, which waits for the device once.
+
+    Args:
+        device: the device that trains.
+        clock: seconds, monotonic; for tests.
+    """
+
+    PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "evaluation")
+    # Not training: excluded from the time that tokens per second are taken over.
+    EXCLUDED = ("checkpoint", "evaluation")
+
+    def __init__(
+        self, device: torch.device | str = "cpu", *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._marks: _HostMarks | _EventMarks
+        device = torch.device(device)
+        self._marks = _HostMarks(clock) if device.type == "cpu" else _EventMarks(device)
+        self.totals: dict[str, float] = dict.fromkeys(self.PHASES, 0.0)
+        """Seconds per phase since construction, up to the last :meth:`read_and_reset`."""
+        self.training_seconds = 0.0
+        """Wall time of the interval that was read last, without checkpoints and evaluations."""
+        self._open: list[tuple[str, Any]] = []
+        self._intervals: list[tuple[str, Any, Any]] = []
+        self._started = clock()
+
+    def restart(self) -> None:
+        """Forgets the time since the last read: call it when training begins, after the set-up."""
+        assert not self._open, f"inside phase {self._open[-1][0]!r}"
+        self._intervals.clear()
+        self._started = self._clock()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Charges the time of the ``with`` block to ``phase`` (one of :attr:`PHASES`)."""
+        assert phase in self.totals, f"unknown phase {phase!r}; phases are {', '.join(self.PHASES)}"
+        now = self._marks.mark()
+        if self._open:
+            outer, since = self._open[-1]
+            self._intervals.append((outer, since, now))
+        self._open.append((phase, now))
+        try:
+            yield
+        finally:
+            now = self._marks.mark()
+            _, since = self._open.pop()
+            self._intervals.append((phase, since, now))
+            if self._open:
+                self._open[-1] = (self._open[-1][0], now)
+
+    def read_and_reset(self) -> dict[str, float]:
+        """``{"time/<phase>": seconds}`` since the last call, every phase; starts the next interval.
+
+        Waits for the device. :attr:`training_seconds` holds the interval's wall time without checkpoints and
+        evaluations afterwards.
+        """
+        self._marks.synchronize()
+        if self._open:
+            phase, since = self._open[-1]
+            mark = self._marks.mark()
+            self._marks.synchronize()
+            self._intervals.append((phase, since, mark))
+            self._open[-1] = (phase, mark)
+        now = self._clock()
+        seconds = dict.fromkeys(self.PHASES, 0.0)
+        for phase, begin, end in self._intervals:
+            seconds[phase] += self._marks.between(begin, end)
+        self._intervals.clear()
+        for phase, spent in seconds.items():
+            self.totals[phase] += spent
+        wall, self._started = now - self._started, now
+        self.training_seconds = max(0.0, wall - sum(seconds[phase] for phase in self.EXCLUDED))
+        return {f"time/{phase}": spent for phase, spent in seconds.items()}
+
+
+class _HostMarks:
+    """Points in time on the host's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.mark = clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class _EventMarks:
+    """Points in the device's own order of work, as events on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def between(self, begin: torch.Event, end: torch.Event) -> float:
+        return begin.elapsed_time(end) / 1e3  # milliseconds
+
+
+class Throughput:
+    """Counts tokens and turns them into rates.
+
+    ``tokens_per_second`` counts every token that is not padding, ``trained_tokens_per_second`` the labels
+    that count in the loss; both over the wall time since the last log without checkpoints and evaluations
+    (:attr:`StepTimer.training_seconds`). ``tokens_seen`` counts the first kind over the whole run.
+
+    Args:
+        tokens_seen: what an earlier part of the run had seen (from its checkpoint).
+    """
+
+    def __init__(self, tokens_seen: int = 0) -> None:
+        self.tokens_seen = int(tokens_seen)
+        self._tokens = 0
+        self._trained = 0
+
+    def add(self, tokens: int, trained_tokens: int) -> None:
+        """Counts a batch: its tokens that are not padding, and its labels that count in the loss."""
+        self.tokens_seen += int(tokens)
+        self._tokens += int(tokens)
+        self._trained += int(trained_tokens)
+
+    def read_and_reset(self, seconds: float) -> dict[str, float]:
+        """The rates over ``seconds`` since the last call, and the tokens seen in all."""
+        tokens, trained, self._tokens, self._trained = self._tokens, self._trained, 0, 0
+        return {
+            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+            "trained_tokens_per_second": trained / seconds if seconds > 0 else 0.0,
+            "tokens_seen": self.tokens_seen,
+        }

@@ -1,0 +1,166 @@
+"""One optimizer step, and what surrounds it: accumulation, clipping, evaluation, resume, learning rate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from offload.engine.gradients import tensor_norm, total_norm
+from offload.errors import UserError
+from offload.training.config import instantiate
+from offload.training.data import Batch
+from offload.training.loss import SummedLoss
+
+
+def forward_backward(
+    loss: SummedLoss,
+    micro_batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    activations: contextlib.AbstractContextManager[Any],
+) -> Tensor:
+    """Accumulate the gradients of one step's micro-batches; returns the step's loss, 0-dim, on the device.
+
+    The loss is divided by the labels of all micro-batches before the first backward: nothing has to touch
+    the gradients afterwards, wherever the optimizer keeps them.
+
+    Args:
+        loss: model and loss.
+        micro_batches: on the model's device.
+        optimizer: told which micro-batch is the last, if it wants to know (``accumulate``).
+        activations: context for forward and backward's saved activations.
+    """
+    accumulate = getattr(optimizer, "accumulate", contextlib.nullcontext)
+    num_labels = max(1, sum(batch.num_labels for batch in micro_batches))
+    total: Tensor | None = None
+    for index, batch in enumerate(micro_batches):
+        with activations:
+            part = loss(batch.inputs, batch.labels, batch.num_labels) / num_labels
+        is_last = index == len(micro_batches) - 1
+        with contextlib.nullcontext() if is_last else accumulate():
+            part.backward()
+        total = part.detach() if total is None else total + part.detach()
+    assert total is not None
+    return total
+
+
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], max_norm: float | None, measure: bool
+) -> Tensor | None:
+    """Limit the gradients' norm; returns the norm before, None where it was not asked for or is not known.
+
+    Args:
+        optimizer: clips itself where it holds the gradients (``clip_grad_norm_``).
+        params: what is trained.
+        max_norm: the limit, None for none.
+        measure: compute the norm although there is no limit.
+    """
+    if max_norm is None and not measure:
+        return None
+    if max_norm is not None:
+        if hasattr(optimizer, "clip_grad_norm_"):
+            return optimizer.clip_grad_norm_(max_norm)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if hasattr(optimizer, "grad_norm"):
+        return optimizer.grad_norm()
+    with torch.no_grad():
+        norms = [tensor_norm(p.grad, 2.0) for p in params if p.grad is not None]
+    return total_norm(norms, 2.0) if norms else None
+
+
+@torch.no_grad()
+def evaluate(loss: SummedLoss, model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+    """Mean loss per label over ``batches``; nan where no label counts."""
+    was_training = model.training
+    model.eval()
+    total, labels = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        total += loss(batch.to(device).inputs, batch.labels.to(device), batch.num_labels).double().cpu()
+        labels += batch.num_labels
+    model.train(was_training)
+    return float(total) / labels if labels else math.nan
+
+
+def check_training(
+    optimizer: torch.optim.Optimizer, *, gradient_accumulation_steps: int, clip_grad_norm: float | None
+) -> None:
+    """Let an optimizer refuse, before the first step, what it would silently train over."""
+    check = getattr(optimizer, "check_training", None)
+    if check is not None:
+        check(gradient_accumulation_steps=gradient_accumulation_steps, clip_grad_norm=clip_grad_norm)
+
+
+def build_profiler(section: DictConfig | None) -> Any:
+    """The ``profiler`` component, or None where there is none or it is not enabled."""
+    if section is None or not section.get("enabled", False):
+        return None
+    profiler, _ = instantiate(section)
+    return profiler
+
+
+def build_scheduler(section: DictConfig | None, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+    """The ``lr_scheduler`` component, told how many steps the run has; None where there is none."""
+    lengths = {"num_training_steps": num_steps, "total_steps": num_steps, "T_max": num_steps}
+    return instantiate(section, optimizer, _optional_=lengths)
+
+
+def step_scheduler(scheduler: Any, loss: Tensor) -> None:
+    """Advance a scheduler by one optimizer step; ReduceLROnPlateau is shown the loss."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss.item())
+    elif scheduler is not None:
+        scheduler.step()
+
+
+def check_finite(loss: float, first_step: int, step: int, lr: float) -> None:
+    """Stop a run whose loss is no number any more, before its weights are saved over good ones."""
+    if math.isfinite(loss):
+        return
+    where = f"step {step}" if first_step == step else f"steps {first_step} to {step}"
+    raise UserError(
+        f"the loss became {loss} in {where} at lr={lr:g}; nothing was saved since. Lower optimizer.lr, warm up "
+        "(lr_scheduler.num_warmup_steps), set clip_grad_norm=1.0, and resume from the last checkpoint with "
+        "resume_from_checkpoint=True"
+    )
+
+
+def count_steps(
+    *, batches_per_epoch: int, num_samples: int, batch_size: int, accumulation: int, max_steps: int | None
+) -> int:
+    """Optimizer steps per epoch; micro-batches that do not fill a last step are left out.
+
+    Raises:
+        UserError: where that is none.
+    """
+    steps = batches_per_epoch // accumulation
+    if steps == 0:
+        raise UserError(
+            f"dataset: its {num_samples} samples (or packs) do not fill one step of batch_size={batch_size} times "
+            f"gradient_accumulation_steps={accumulation}; lower either, or add data"
+        )
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+RESUME_KEYS = ("seed", "batch_size", "gradient_accumulation_steps", "shuffle", "dataset", "dtype", "loss")
+"""Settings that a resumed run must not change to go on as if it had not stopped."""
+
+
+def resume_notes(saved: Mapping[str, Any], cfg: DictConfig) -> Iterator[str]:
+    """A line for each setting that differs from the checkpoint's run and so changes what follows."""
+    now = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(now, dict)
+    for key in RESUME_KEYS:
+        if key in saved and saved[key] != now.get(key):
+            yield f"{key} is {now.get(key)!r} now and was {saved[key]!r} in the checkpoint's run: the run changes here"
+    before, after = saved.get("optimizer") or {}, now.get("optimizer") or {}
+    for key in ("lr", "weight_decay", "betas", "momentum", "eps"):
+        if before.get(key) != after.get(key):
+            yield (
+                f"optimizer.{key}={after.get(key)} is not used: a resumed run goes on with the checkpoint's "
+                f"{before.get(key)}"
+            )

@@ -1,0 +1,262 @@
+"""Answers a prompt with a model: a finished run's, a downloaded one, or an adapter on top of its base.
+
+Features, each behind the configuration key of that name:
+
+- ``checkpointer.checkpoint_dir``: a training run's ``output_dir`` (its newest checkpoint is taken), one of its
+  ``step_<n>`` folders, or any checkpoint in Hugging Face's format. A checkpoint that holds an adapter alone is
+  merged, in memory, into the base model that it was trained on.
+- ``prompt.user``, ``prompt.system``: brought into the tokenizer's prompt template, as in training.
+- ``temperature``, ``top_k``, ``max_new_tokens``, ``seed``: how tokens are chosen, and how many.
+- ``enable_kv_cache``: time against memory.
+
+The answer goes to stdout, everything else to stderr. Stops with status 2 and one line for what the user can
+mend: an unknown key, a folder without a checkpoint, a prompt that is longer than the model's context.
+
+    tune run generate --config tiny_llama_generate prompt.user="What does shutil.copytree do?"
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from offload.component import resolve
+from offload.errors import UserError
+from offload.training import recipe_state, torchao_shim
+from offload.training.checkpoint import MANIFEST_NAME, STATE_NAME, CheckpointManager
+from offload.training.checkpoint_folders import step_folders
+from offload.training.config import AtLeast, Component, Passes, instantiate
+from offload.training.device import find_device, find_dtype
+from offload.training.launch import run_recipe
+from offload.training.model import build_model, load_weights
+from offload.training.progress import say
+
+torchao_shim.install()
+
+from torchtune.data import Message  # noqa: E402 - torchtune needs the shim
+from torchtune.generation import generate  # noqa: E402
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """Section ``prompt``."""
+
+    user: str
+    system: str | None = None
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Everything that this recipe reads from its configuration."""
+
+    model: Component  # without adapters: those of a checkpoint are merged
+    tokenizer: Component
+    checkpointer: Annotated[
+        Component,
+        Passes(
+            keywords=("output_dir", "adapter_checkpoint", "recipe_checkpoint", "resume_from_checkpoint")
+            + ("safe_serialization", "should_load_recipe_state"),
+            optional_keywords=("checkpoint_files",),
+        ),
+    ]
+    base_checkpoint_dir: str | None = None  # null: where the adapter's training found its base
+    device: str = "auto"
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    seed: int | None = None
+
+    prompt: Prompt
+    max_new_tokens: Annotated[int, AtLeast(1)] = 200
+    temperature: Annotated[float, AtLeast(0)] = 0.0
+    top_k: Annotated[int, AtLeast(1)] | None = None
+    enable_kv_cache: bool = True
+
+
+class GenerateRecipe:
+    """Text generation with one model on one device."""
+
+    Settings = Settings
+
+    def __init__(self, settings: Settings, cfg: DictConfig) -> None:
+        self.settings, self.cfg = settings, cfg
+
+    def setup(self) -> None:
+        """Loads tokenizer and model; the cheap and the likely to fail first."""
+        settings = self.settings
+        self.device, reason = find_device(settings.device)
+        self.dtype = find_dtype(settings.dtype, self.device)
+        _tell(reason)
+        self.tokenizer = instantiate(settings.tokenizer)
+        self.prompt = self._tokens_of_prompt()
+        with tempfile.TemporaryDirectory() as scratch:  # what loads checkpoints also wants a place to save them
+            weights, source = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
+            self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+            load_weights(self.model, weights, source=str(source))
+        self.model.eval()
+
+    def _tokens_of_prompt(self) -> Tensor:
+        """The prompt's token ids, int64, shape [tokens], in the template that training used."""
+        messages = [Message(role="user", content=self.settings.prompt.user)]
+        if self.settings.prompt.system is not None:
+            messages.insert(0, Message(role="system", content=self.settings.prompt.system))
+        # An empty answer makes the template open the assistant's turn.
+        messages.append(Message(role="assistant", content=""))
+        tokens = self.tokenizer({"messages": messages}, inference=True)["tokens"]
+        return torch.tensor(tokens, device=self.device)
+
+    def train(self) -> int:
+        """Generates and prints the answer; returns the exit status."""
+        settings = self.settings
+        budget = self._max_new_tokens()
+        # torch.multinomial's stand-in in torchtune divides by the temperature: 0 means the likeliest token.
+        greedy = settings.temperature == 0
+        rng = None
+        if settings.seed is not None:
+            rng = torch.Generator(self.device).manual_seed(settings.seed)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            if settings.enable_kv_cache:
+                with self.device:
+                    self.model.setup_caches(
+                        batch_size=1, dtype=self.dtype, decoder_max_seq_len=self.prompt.numel() + budget
+                    )
+            tokens, _ = generate(
+                self.model,
+                self.prompt,
+                max_generated_tokens=budget,
+                pad_id=self.tokenizer.pad_id,
+                temperature=1.0 if greedy else settings.temperature,
+                top_k=1 if greedy else settings.top_k,
+                stop_tokens=self.tokenizer.stop_tokens,
+                rng=rng,
+            )
+        answer = tokens[0, self.prompt.numel() :].tolist()
+        seconds = time.perf_counter() - started
+        stop = next((i for i, token in enumerate(answer) if token in self.tokenizer.stop_tokens), len(answer))
+        print(self.tokenizer.decode(answer[:stop]), flush=True)
+        ending = "" if stop < len(answer) else f" (cut at max_new_tokens={budget})"
+        _tell(f"{len(answer)} tokens in {seconds:.1f} s, {len(answer) / seconds:.1f} tokens/s{ending}")
+        return 0
+
+    def _max_new_tokens(self) -> int:
+        """How many tokens fit behind the prompt, at most as many as wanted."""
+        context, length, wanted = self.model.max_seq_len, self.prompt.numel(), self.settings.max_new_tokens
+        if length >= context:
+            raise UserError(
+                f"prompt.user: the prompt has {length} tokens and the model's context {context}: shorten the prompt"
+            )
+        if length + wanted > context:
+            _tell(f"max_new_tokens={wanted} does not fit behind {length} tokens of prompt: using {context - length}")
+        return min(wanted, context - length)
+
+    def cleanup(self, exit_code: int) -> None:
+        """Nothing was opened."""
+
+
+def load_checkpoint(
+    section: DictConfig, base_checkpoint_dir: str | None, scratch: Path
+) -> tuple[dict[str, Tensor], Path]:
+    """The weights that ``checkpointer`` names, under torchtune's names, adapters merged.
+
+    Args:
+        section: the config's ``checkpointer``.
+        base_checkpoint_dir: for a checkpoint that is an adapter alone, in place of the folder it was trained from.
+        scratch: an empty folder that may be written to.
+
+    Returns:
+        (weights on the CPU, the folder that they come from)
+
+    Raises:
+        UserError: no checkpoint there, a damaged one, or an adapter whose base cannot be found.
+    """
+    folder = Path(str(section.checkpoint_dir)).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpointer.checkpoint_dir: there is no folder {folder}: give the output_dir of a training run, one of "
+            "its step_<n> folders, or a downloaded checkpoint"
+        )
+    newest = newest_checkpoint(folder)
+    if newest is not None:
+        _tell(f"newest checkpoint in {folder}: {newest.name}")
+        folder = newest
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if has_weights or not (folder / STATE_NAME).is_file():
+        section = _with_folder(section, folder)
+        return CheckpointManager(section, scratch / "run").load_base(), folder
+
+    content = recipe_state.read(folder / STATE_NAME)
+    training = content["recipe_state"]["config"]
+    base = Path(base_checkpoint_dir or training["checkpointer"]["checkpoint_dir"]).expanduser().absolute()
+    if not base.is_dir():
+        raise UserError(
+            f"base_checkpoint_dir: {folder} holds an adapter alone, and the model that it was trained on is no longer "
+            f"in {base}: give the folder where it is now"
+        )
+    _tell(f"{folder.name} is an adapter: merging it into {base}")
+    manager = CheckpointManager(_with_folder(section, base), scratch / "run")
+    adapter = manager.load(folder).adapter
+    assert adapter is not None
+    return merge(manager.load_base(), adapter, training["model"]), folder
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The ``step_<n>`` folder in ``folder`` that was saved last; None when there is none."""
+    found = []
+    for step, path in step_folders(folder):
+        try:
+            found.append((json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))["sequence"], step, path))
+        except (OSError, ValueError, KeyError, TypeError):
+            _tell(f"skipped {path}: its {MANIFEST_NAME} cannot be read")
+    return max(found)[2] if found else None
+
+
+def merge(base: dict[str, Tensor], adapter: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``base`` with a LoRA or DoRA adapter added into its weights, computed in fp32.
+
+    Args:
+        base: torchtune's names, e.g. ``layers.0.attn.q_proj.weight`` [out, in].
+        adapter: torchtune's names, e.g. ``layers.0.attn.q_proj.lora_a.weight`` [rank, in].
+        model: the model component that was trained, for its ``lora_alpha``.
+    """
+    from torchtune.modules.peft import get_merged_lora_ckpt
+
+    builder = resolve(str(model["_component_"]), key="model._component_")
+    alpha = model.get("lora_alpha", None)
+    if alpha is None:
+        alpha = inspect.signature(builder).parameters["lora_alpha"].default
+    rank = next(tensor.shape[0] for name, tensor in adapter.items() if name.endswith("lora_a.weight"))
+    touched = {name.rpartition(".lora_a.")[0] + ".weight" for name in adapter if ".lora_a." in name}
+    widened = {name: tensor.float() if name in touched else tensor for name, tensor in base.items()}
+    return get_merged_lora_ckpt(
+        {**widened, **{name: tensor.float() for name, tensor in adapter.items()}}, rank=rank, alpha=alpha
+    )
+
+
+def _with_folder(section: DictConfig, folder: Path) -> DictConfig:
+    """``section`` pointed at ``folder``; files that were listed for another folder are found anew."""
+    import copy
+
+    changed = copy.deepcopy(section)
+    if folder != Path(str(section.checkpoint_dir)).expanduser().absolute():
+        changed.pop("checkpoint_files", None)
+    changed.checkpoint_dir = str(folder)
+    return changed
+
+
+def _tell(line: str) -> None:
+    """To stderr: stdout carries the answer alone."""
+    say(line, stream=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(GenerateRecipe))

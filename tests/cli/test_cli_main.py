@@ -1,0 +1,337 @@
+"""``tune run | ls | cp | cat``: what runs, what is printed, which status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.cli import handover, registry
+from offload.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+# Writes what it was given to a file, so that the test sees what a recipe sees.
+RECIPE = """
+import json, os, sys
+from pathlib import Path
+if __name__ == "__main__":
+    seen = {"file": __file__, "argv": sys.argv, "path": sys.path}
+    Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+    sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """Stand-ins for the shipped recipes and configs, and an empty current folder."""
+    (tmp_path / "shipped/recipes").mkdir(parents=True)
+    (tmp_path / "shipped/configs").mkdir()
+    for name in ("full_finetune_single_device", "lora_finetune_single_device", "generate"):
+        (tmp_path / f"shipped/recipes/{name}.py").write_text(RECIPE)
+    (tmp_path / "shipped/configs/small_offload.yaml").write_text("# the header\nb: 1  # a knob\na: 2\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(registry, "_folder", lambda name: tmp_path / "shipped" / name)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / "shipped"
+
+
+@pytest.fixture
+def handed_on(monkeypatch):
+    """Collects what would have gone to torchtune's command."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(handover, "torchtune", lambda arguments: calls.append(list(arguments)) or 0)
+    return calls
+
+
+def seen():
+    return json.loads(Path(os.environ["SEEN"]).read_text())
+
+
+def run(*words: str) -> int:
+    """The exit status of `tune run ...`, whether it was returned or the recipe exited with it."""
+    try:
+        return main(["run", *words])
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_run_executes_our_recipe_with_the_config_and_every_override(shipped):
+    config = shipped / "configs/small_offload.yaml"
+    overrides = ["a=x=y", "~b", "+c=1", "optimizer=torch.optim.AdamW", "lr_scheduler=null"]
+    assert run("full_finetune_single_device", "--config", "small_offload", *overrides) == 0
+    recipe = str(shipped / "recipes/full_finetune_single_device.py")
+    assert seen()["file"] == recipe
+    assert seen()["argv"] == [recipe, "--config", str(config), *overrides]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--config=small_offload", "a=1"],
+        ["generate", "a=1", "--config", "small_offload"],
+        ["--config", "small_offload", "generate", "a=1"],
+    ],
+)
+def test_run_takes_the_config_anywhere(shipped, words):
+    assert run(*words) == 0
+    assert seen()["argv"][1:] == ["--config", str(shipped / "configs/small_offload.yaml"), "a=1"]
+
+
+def test_run_gives_back_the_recipes_status(shipped, monkeypatch):
+    monkeypatch.setenv("STATUS", "143")
+    assert run("generate", "--config", "small_offload") == 143
+
+
+def test_run_executes_a_recipe_file_with_its_folder_importable(shipped, tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "mine.py").write_text(RECIPE)
+    (folder / "mine.yaml").write_text("a: 1\n")
+    assert run("../elsewhere/mine.py", "--config", "../elsewhere/mine.yaml") == 0
+    assert Path(seen()["file"]).samefile(folder / "mine.py")
+    assert any(Path(entry).samefile(folder) for entry in seen()["path"] if Path(entry).exists())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["full_finetune_distributed"], ["run", "full_finetune_distributed"]),
+        (["torchtune/full_finetune_single_device"], ["run", "full_finetune_single_device"]),
+        (["full_finetune_single_device"], ["run", "full_finetune_single_device"]),
+        (
+            ["--nproc_per_node", "2", "full_finetune_distributed"],
+            ["run", "--nproc_per_node", "2", "full_finetune_distributed"],
+        ),
+        (
+            ["--nnodes=1", "--nproc_per_node=2", "lora_finetune_distributed"],
+            ["run", "--nnodes=1", "--nproc_per_node=2", "lora_finetune_distributed"],
+        ),
+    ],
+)
+def test_run_hands_torchtunes_recipes_on(shipped, handed_on, words, expected):
+    config = registry.torchtune_configs()["llama2/7B_full_low_memory"]
+    assert run(*words, "--config", "llama2/7B_full_low_memory", "epochs=1") == 0
+    assert handed_on == [[*expected, "--config", str(config), "epochs=1"]]
+
+
+def test_run_hands_a_recipe_file_with_torchrun_options_on_as_a_relative_path(shipped, handed_on):
+    Path("sub").mkdir()
+    Path("sub/mine.py").write_text(RECIPE)
+    Path("mine.yaml").write_text("a: 1\n")
+    assert run("--nproc_per_node", "2", "./sub/mine.py", "--config", "mine.yaml") == 0
+    assert handed_on == [
+        ["run", "--nproc_per_node", "2", "sub/mine.py", "--config", str(Path("mine.yaml").absolute())]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "usage: tune run"),
+        (["--help"], "usage: tune run"),
+        (["full_finetune_single_device", "--help"], None),
+    ],
+)
+def test_run_help(shipped, capsys, words, expected):
+    status = run(*words)
+    out, err = capsys.readouterr()
+    if expected is None:
+        # Without a config there is nothing to run, and the line says how it would go.
+        assert (status, out) == (2, "")
+        assert err.startswith("error: which config?")
+    else:
+        assert status == 0
+        assert out.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["full_finetune_single_devise", "--config", "small_offload"],
+            "did you mean full_finetune_single_device?",
+        ),
+        (["generate", "--config", "small_ofload"], "did you mean small_offload?"),
+        (["generate", "--config"], "--config needs"),
+        (["generate", "a=1"], "which config?"),
+        (["--config", "small_offload"], "which recipe?"),
+        (["./gone.py", "--config", "small_offload"], "no file './gone.py'"),
+        (
+            ["--nproc_per_node", "2", "full_finetune_single_device", "--config", "small_offload"],
+            "leave out --nproc_per_node 2",
+        ),
+        (
+            ["--nproc_per_node=2", "torchtune/generate", "--config", "llama2/7B_full"],
+            "leave out --nproc_per_node=2",
+        ),
+        (
+            ["--nproc_per_node", "2", "full_finetune_distribute", "--config", "llama2/7B_full"],
+            "full_finetune_distributed?",
+        ),
+    ],
+)
+def test_run_refuses_in_one_line(shipped, handed_on, capsys, words, said):
+    assert run(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert said in err
+    assert handed_on == [] and not Path(os.environ["SEEN"]).exists()
+
+
+def test_ls_lists_ours_first_and_torchtunes_after(shipped, capsys):
+    assert main(["ls"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["RECIPE", "CONFIG"]
+    assert lines[1] == ["full_finetune_single_device", "small_offload"]
+    assert ["generate", "<>"] in lines
+    assert ["torchtune/full_finetune_single_device", "llama2/7B_full_low_memory"] in lines
+    assert lines.index(["generate", "<>"]) < lines.index(["full_finetune_distributed", "llama2/7B_full"])
+
+
+def test_ls_narrows(shipped, capsys):
+    assert main(["ls", "gemma2/2B"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert rows and all("gemma2/2B" in row for row in rows)
+    assert main(["ls", "nothing-has-this"]) == 2
+
+
+def test_cat_prints_a_config_as_it_is_written(shipped, capsys):
+    assert main(["cat", "small_offload"]) == 0
+    assert capsys.readouterr().out == "# the header\nb: 1  # a knob\na: 2\n"
+
+
+def test_cat_sorts(shipped, capsys):
+    assert main(["cat", "small_offload", "--sort"]) == 0
+    assert capsys.readouterr().out == "a: 2\nb: 1\n"
+
+
+def test_cat_prints_a_recipe_and_torchtunes_configs(shipped, capsys):
+    assert main(["cat", "generate"]) == 0
+    assert capsys.readouterr().out == RECIPE
+    assert main(["cat", "llama2/7B_full_low_memory"]) == 0
+    assert "llama2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("destination", "lands"),
+    [
+        ("mine.yaml", "mine.yaml"),
+        ("mine", "mine.yaml"),
+        ("mine.v2", "mine.v2.yaml"),
+        (".", "small_offload.yaml"),
+        ("mine.yml", "mine.yml"),
+    ],
+)
+def test_cp_copies(shipped, capsys, destination, lands):
+    assert main(["cp", "small_offload", destination]) == 0
+    assert [str(path) for path in Path().iterdir()] == [lands]
+    assert Path(lands).read_text() == (shipped / "configs/small_offload.yaml").read_text()
+    assert capsys.readouterr().out == f"Copied to {lands}\n"
+
+
+def test_cp_keeps_what_is_there_with_no_clobber(shipped, capsys):
+    Path("mine.yaml").write_text("precious: 1\n")
+    assert main(["cp", "small_offload", "mine", "-n"]) == 0
+    assert Path("mine.yaml").read_text() == "precious: 1\n"
+    assert main(["cp", "small_offload", "mine"]) == 0
+    assert Path("mine.yaml").read_text() != "precious: 1\n"
+
+
+def test_cp_makes_parents_only_when_asked(shipped, capsys):
+    assert main(["cp", "generate", "a/b/mine.py"]) == 2
+    assert "--make-parents" in capsys.readouterr().err
+    assert not Path("a").exists()
+    assert main(["cp", "generate", "a/b/mine.py", "--make-parents"]) == 0
+    assert Path("a/b/mine.py").read_text() == RECIPE
+
+
+def test_a_copied_config_can_be_copied_onto_itself_only_with_an_error(shipped, capsys):
+    Path("mine.yaml").write_text("a: 1\n")
+    assert main(["cp", "./mine.yaml", "mine.yaml"]) == 2
+    assert Path("mine.yaml").read_text() == "a: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rum"], "no command 'rum': did you mean run?"),
+        (["frobnicate"], "choose from run, ls, cp, cat, validate, download"),
+        (["ls", "--all"], "unknown argument --all"),
+        (["cp", "generate"], "tune cp --help"),
+        (["cat", "small_oflfoad"], "did you mean small_offload?"),
+        (["cat", "generate", "--sort"], "--sort is for configs"),
+        (["validate", "small_offload", "--strict"], "unknown argument --strict"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(shipped, capsys, words, said):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert said in err
+
+
+def test_help_names_every_command(capsys):
+    assert main([]) == 0
+    assert main_exits(["--help"]) == 0
+    for out in capsys.readouterr().out.split("usage:")[1:]:
+        assert all(f"    {command} " in out for command in ("run", "ls", "cp", "cat", "validate", "download"))
+
+
+def main_exits(words: list[str]) -> object:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["ls"],
+        ["cat", "llama2/7B_full_low_memory"],
+        ["cp", "llama2/7B_full_low_memory", "{tmp}/copy.yaml"],
+        ["download", "--help"],
+        ["validate", "--help"],
+        ["cat", "no-such-config"],
+    ],
+)
+def test_nothing_heavy_is_imported_for_an_answer(tmp_path, words):
+    """The command answers at interpreter speed, because it imports nothing that is slow to import."""
+    program = (
+        "import atexit, sys\n"
+        "heavy = {'torch', 'omegaconf', 'torchtune', 'torchao', 'numpy', 'huggingface_hub', 'wandb'}\n"
+        "atexit.register(lambda: print('HEAVY', sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
+        "from offload.cli.main import script\n"
+        "script()\n"
+    )
+    words = [word.format(tmp=tmp_path) for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (2 if "no-such-config" in words else 0), done.stderr
+    assert done.stderr.splitlines()[-1] == "HEAVY []"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """``tune ls | head -1``: the pipe closes early, and nothing is said about it."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", "ls"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

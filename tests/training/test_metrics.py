@@ -1,0 +1,437 @@
+"""metrics.jsonl is complete whatever happens; mirrors neither stop nor stall; clocks and rates are right."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.training.metrics import (
+    MetricLog,
+    StepTimer,
+    Throughput,
+    _EventMarks,
+    _MirrorThread,
+    read_metrics,
+)
+
+
+class Recorder:
+    """A mirror with torchtune's interface that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.threads: set[int] = set()
+
+    def log_dict(self, payload: dict[str, float], step: int) -> None:
+        self.threads.add(threading.get_ident())
+        self.calls.append((step, dict(payload)))
+
+    def log_config(self, config: Any) -> None:
+        self.calls.append(("config", config))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [
+        json.loads(line, parse_constant=refuse) for line in (path / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_line_holds_the_values_the_step_and_the_time(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    before = time.time()
+    log.log({"loss": torch.tensor(2.5), "lr": 1e-5, "tokens_seen": 2**40, "grad_norm": None}, step=3)
+    log.close()
+    (row,) = rows(tmp_path)
+    assert before - 0.01 <= row.pop("time") <= time.time() + 0.01
+    assert row == {"step": 3, "loss": 2.5, "lr": 1e-5, "tokens_seen": 2**40, "grad_norm": None}
+
+
+def test_values_survive_to_the_last_bit(tmp_path: Path) -> None:
+    value = math.pi / 7
+    with_float32 = torch.tensor(value)
+    log = MetricLog(tmp_path)
+    log.log({"double": value, "float32": with_float32}, step=1)
+    log.close()
+    (row,) = rows(tmp_path)
+    assert row["double"] == value
+    assert torch.tensor(row["float32"]) == with_float32
+
+
+def test_non_finite_values_are_null_and_named(tmp_path: Path) -> None:
+    mirror = Recorder()
+    log = MetricLog(tmp_path, [mirror])
+    log.log({"loss": float("nan"), "grad_norm": torch.tensor(float("-inf")), "lr": 0.1}, step=1)
+    log.log({"loss": 1.0}, step=2)
+    log.close()
+    first, second = rows(tmp_path)
+    assert first["loss"] is None and first["grad_norm"] is None and first["lr"] == 0.1
+    assert first["nonfinite"] == {"loss": "nan", "grad_norm": "-inf"}
+    assert "nonfinite" not in second
+    assert math.isnan(mirror.calls[0][1]["loss"]), "a mirror gets the number itself"
+
+
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    with pytest.raises(TypeError, match="metric 'loss' is 'high'"):
+        log.log({"loss": "high"}, step=1)
+    log.close()
+    assert rows(tmp_path) == []
+
+
+def test_each_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    """A process killed with SIGKILL right after a log has lost nothing."""
+    script = (
+        "import os, signal, sys\n"
+        "from offload.training.metrics import MetricLog\n"
+        "log = MetricLog(sys.argv[1])\n"
+        "for step in range(1, 8): log.log({'loss': 1 / step}, step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 8))
+
+
+def test_a_resumed_run_drops_what_it_will_write_again(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    for step in range(1, 6):
+        log.log({"loss": float(step)}, step)
+    log.close()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "lo')  # torn by a kill
+
+    log = MetricLog(tmp_path, resume_step=3)
+    log.log({"loss": 40.0}, 4)
+    log.close()
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert (
+        (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:3]))
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b'{"step": 6}', b"\x00\x00", b"6"])
+def test_a_resumed_run_never_writes_behind_a_torn_line(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1.0}\n' + torn)
+    log = MetricLog(tmp_path, resume_step=6)
+    log.log({"loss": 2.0}, 6)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [5, 6]
+
+
+def test_a_fresh_run_sets_an_earlier_file_aside(tmp_path: Path) -> None:
+    for run in range(3):
+        log = MetricLog(tmp_path)
+        log.log({"loss": float(run)}, 1)
+        log.close()
+    names = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.iterdir()}
+    assert names == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_torn_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MetricLog(tmp_path)
+    log.log({"loss": 1.0}, 1)
+    file = log._file
+
+    class Short:
+        """Takes ten bytes of what it is given, as a disk that fills up does."""
+
+        def write(self, line: bytes) -> int:
+            return file.write(line[:10])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+    monkeypatch.setattr(log, "_file", Short())
+    with pytest.raises(OSError, match="is the disk full"):
+        log.log({"loss": 2.0}, 2)
+    monkeypatch.undo()
+    log.log({"loss": 3.0}, 3)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+
+
+def test_reading_leaves_out_a_torn_last_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a JSON object"):
+        read_metrics(path)
+
+
+def test_mirrors_get_every_value_in_order_on_another_thread(tmp_path: Path) -> None:
+    mirror = Recorder()
+    log = MetricLog(tmp_path, [mirror])
+    log.log_config({"a": 1})
+    for step in range(1, 200):
+        log.log({"loss": 1 / step, "unknown": None}, step)
+    log.close()
+    assert mirror.calls == [
+        ("config", {"a": 1}),
+        *((step, {"loss": 1 / step}) for step in range(1, 200)),
+        ("close",),
+    ]
+    assert mirror.threads and threading.get_ident() not in mirror.threads
+
+
+def test_close_tells_the_exit_code_to_mirrors_that_take_it_and_works_twice(tmp_path: Path) -> None:
+    class WithCode(Recorder):
+        def close(self, exit_code: int = 0) -> None:  # type: ignore[override]
+            self.calls.append(("close", exit_code))
+
+    mirrors = [WithCode(), Recorder()]
+    log = MetricLog(tmp_path, mirrors)
+    log.close(exit_code=130)
+    log.close()
+    assert [mirror.calls for mirror in mirrors] == [[("close", 130)], [("close",)]]
+
+
+@pytest.mark.parametrize("method", ["log_config", "log_dict", "close"])
+def test_a_mirror_that_fails_is_told_once_and_switched_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    class Broken(Recorder):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise SystemExit("no luck")  # not even an Exception
+
+    broken, healthy = Broken(), Recorder()
+    setattr(broken, method, fail)
+    log = MetricLog(tmp_path, [broken, healthy])
+    log.log_config({})
+    for step in (1, 2, 3):
+        log.log({"loss": 1.0}, step)
+        time.sleep(0.01)
+    log.close()
+    assert len(rows(tmp_path)) == 3
+    assert [call[0] for call in healthy.calls] == ["config", 1, 2, 3, "close"]
+    error = capsys.readouterr().err
+    assert error.count("warning:") == 1
+    assert f"Broken.{method} failed" in error and "no luck" in error
+
+
+def test_a_mirror_that_hangs_stalls_neither_logging_nor_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Hanging(Recorder):
+        abandoned = False
+
+        def log_dict(self, payload: dict[str, float], step: int) -> None:
+            release.wait(60)
+
+        def abandon(self) -> None:
+            self.abandoned = True
+
+    monkeypatch.setattr(_MirrorThread, "CAPACITY", 5)
+    mirror = Hanging()
+    log = MetricLog(tmp_path, [mirror], mirror_patience=0.2)
+    start = time.perf_counter()
+    for step in range(1, 51):
+        log.log({"loss": 1.0}, step)
+    assert time.perf_counter() - start < 1
+    log.close()
+    assert time.perf_counter() - start < 3
+    release.set()
+    assert len(rows(tmp_path)) == 50
+    error = capsys.readouterr().err
+    assert error.count("does not keep up") == 1
+    assert error.count("did not finish within 0.2 s") == 1
+    assert mirror.abandoned
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_phases_are_timed_and_checkpoints_and_evaluations_are_no_training_time() -> None:
+    clock = Clock()
+    timer = StepTimer("cpu", clock=clock)
+    clock.sleep(50)  # set-up
+    timer.restart()
+    for _ in range(2):
+        with timer("data"):
+            clock.sleep(1)
+        with timer("forward_backward"):
+            clock.sleep(4)
+        with timer("optimizer"):
+            clock.sleep(2)
+        clock.sleep(0.5)  # outside every phase
+    with timer("evaluation"):
+        clock.sleep(30)
+    with timer("checkpoint"):
+        clock.sleep(70)
+    assert timer.read_and_reset() == {
+        "time/data": 2.0,
+        "time/forward_backward": 8.0,
+        "time/optimizer": 4.0,
+        "time/checkpoint": 70.0,
+        "time/evaluation": 30.0,
+    }
+    assert timer.training_seconds == 15.0
+
+    with timer("data"):
+        clock.sleep(3)
+    times = timer.read_and_reset()
+    assert times["time/data"] == 3.0 and times["time/checkpoint"] == 0.0
+    assert timer.training_seconds == 3.0
+    assert timer.totals == {
+        "data": 5.0,
+        "forward_backward": 8.0,
+        "optimizer": 4.0,
+        "checkpoint": 70.0,
+        "evaluation": 30.0,
+    }
+
+
+def test_an_inner_phase_stops_the_clock_of_the_outer_one_also_when_it_raises() -> None:
+    clock = Clock()
+    timer = StepTimer("cpu", clock=clock)
+    with pytest.raises(RuntimeError), timer("forward_backward"):
+        clock.sleep(1)
+        with timer("optimizer"):
+            clock.sleep(10)
+        clock.sleep(2)
+        with timer("optimizer"):
+            clock.sleep(20)
+            raise RuntimeError
+    times = timer.read_and_reset()
+    assert times["time/forward_backward"] == 3.0 and times["time/optimizer"] == 30.0
+
+
+def test_reading_inside_a_phase_charges_what_has_passed() -> None:
+    clock = Clock()
+    timer = StepTimer("cpu", clock=clock)
+    with timer("checkpoint"):
+        clock.sleep(5)
+        assert timer.read_and_reset()["time/checkpoint"] == 5.0
+        clock.sleep(7)
+    assert timer.read_and_reset()["time/checkpoint"] == 7.0
+
+
+def test_an_unknown_phase_is_refused() -> None:
+    with pytest.raises(AssertionError, match="unknown phase 'dta'"), StepTimer()("dta"):
+        pass
+
+
+def test_on_an_accelerator_phases_follow_the_device_and_nothing_waits_before_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host queues a step in no time; the device needs 4 s for the forward and 2 s for the update."""
+    clock = Clock()
+
+    class Device:
+        busy_until = 0.0  # the moment at which everything queued so far is done
+        synchronised = 0
+
+        def queue(self, seconds: float) -> None:
+            self.busy_until = max(self.busy_until, clock.now) + seconds
+
+        def synchronize(self) -> None:
+            self.synchronised += 1
+            clock.now = max(clock.now, self.busy_until)
+
+    device = Device()
+
+    class Marks(_EventMarks):
+        def __init__(self) -> None:
+            pass
+
+        def mark(self) -> float:  # type: ignore[override]
+            return max(device.busy_until, clock.now)
+
+        def synchronize(self) -> None:
+            device.synchronize()
+
+        def between(self, begin: float, end: float) -> float:  # type: ignore[override]
+            return end - begin
+
+    timer = StepTimer("cpu", clock=clock)
+    monkeypatch.setattr(timer, "_marks", Marks())
+    for _ in range(3):
+        with timer("data"):
+            clock.sleep(1)
+        with timer("forward_backward"):
+            device.queue(4)
+        with timer("optimizer"):
+            device.queue(2)
+    assert device.synchronised == 0
+    times = timer.read_and_reset()
+    assert device.synchronised == 1
+    assert times["time/forward_backward"] == 12.0 and times["time/optimizer"] == 6.0
+    assert times["time/data"] == 1.0, "only the first batch was waited for"
+    assert timer.training_seconds == 19.0
+
+
+def test_the_device_clock_is_events_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            assert device == torch.device("cuda:0") and enable_timing
+
+        def record(self) -> None:
+            recorded.append(self)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0 * (recorded.index(end) - recorded.index(self))
+
+    waited = []
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    timer = StepTimer("cuda:0")
+    with timer("optimizer"):
+        pass
+    assert waited == []
+    assert timer.read_and_reset()["time/optimizer"] == 0.25
+    assert waited == [torch.device("cuda:0")]
+
+
+def test_rates_are_tokens_over_training_time_and_tokens_seen_goes_on() -> None:
+    throughput = Throughput(tokens_seen=1000)
+    throughput.add(300, 100)
+    throughput.add(500, 60)
+    assert throughput.read_and_reset(4.0) == {
+        "tokens_per_second": 200.0,
+        "trained_tokens_per_second": 40.0,
+        "tokens_seen": 1800,
+    }
+    throughput.add(10, 10)
+    assert throughput.read_and_reset(1.0) == {
+        "tokens_per_second": 10.0,
+        "trained_tokens_per_second": 10.0,
+        "tokens_seen": 1810,
+    }
+    assert throughput.read_and_reset(0.0)["tokens_per_second"] == 0.0

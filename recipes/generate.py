@@ -221,7 +221,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def merge(base: dict[str, Tensor], adapter: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """``base`` with a LoRA or DoRA adapter added into its weights, computed in fp32.
+    """``base`` with a LoRA or DoRA adapter added into its weights; computed in fp32, kept in the base's dtype.
 
     Args:
         base: torchtune's names, e.g. ``layers.0.attn.q_proj.weight`` [out, in].
@@ -230,16 +230,21 @@ def merge(base: dict[str, Tensor], adapter: Mapping[str, Tensor], model: Mapping
     """
     from torchtune.modules.peft import get_merged_lora_ckpt
 
-    builder = resolve(str(model["_component_"]), key="model._component_")
-    alpha = model.get("lora_alpha", None)
+    alpha = model.get("lora_alpha")
     if alpha is None:
+        builder = resolve(str(model["_component_"]), key="model._component_")
         alpha = inspect.signature(builder).parameters["lora_alpha"].default
-    rank = next(tensor.shape[0] for name, tensor in adapter.items() if name.endswith("lora_a.weight"))
-    touched = {name.rpartition(".lora_a.")[0] + ".weight" for name in adapter if ".lora_a." in name}
-    widened = {name: tensor.float() if name in touched else tensor for name, tensor in base.items()}
-    return get_merged_lora_ckpt(
-        {**widened, **{name: tensor.float() for name, tensor in adapter.items()}}, rank=rank, alpha=alpha
-    )
+    merged = dict(base)
+    for name, lora_a in adapter.items():
+        if not name.endswith(".lora_a.weight"):
+            continue
+        module = name.removesuffix(".lora_a.weight")
+        # One module at a time: a whole model in fp32 would not fit where it fits in bf16.
+        parts = {f"{module}.weight": base[f"{module}.weight"].float()}
+        parts |= {part: tensor.float() for part, tensor in adapter.items() if part.startswith(f"{module}.")}
+        weight = get_merged_lora_ckpt(parts, rank=lora_a.shape[0], alpha=alpha)[f"{module}.weight"]
+        merged[f"{module}.weight"] = weight.to(base[f"{module}.weight"].dtype)
+    return merged
 
 
 def _with_folder(section: DictConfig, folder: Path) -> DictConfig:

@@ -320,9 +320,9 @@ class LoRAFinetuneRecipeSingleDevice:
         only_adapter = self.settings.save_adapter_weights_only
         return self.checkpoints.save(
             self.global_step,
-            model=None if only_adapter else merged_weights(self.model, self.settings.model),
+            model=None if only_adapter else merged_weights(self.model),
             adapter=adapter_weights(self.model),
-            adapter_config=adapter_config(self.settings.model),
+            adapter_config=adapter_config(self.model),
             recipe_state=self.recipe_state(),
         )
 

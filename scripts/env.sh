@@ -85,6 +85,9 @@ has_nvidia_gpu() {
     [ -e /dev/nvidia0 ] || [ -e /proc/driver/nvidia/version ]
 }
 
+# The interpreter behind an interpreter, so that an environment can be compared with what it was made from.
+base_of() { "$1" -c 'import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))' 2>/dev/null; }
+
 make_venv() {
     local python clear
     if [ -e "$VENV" ] && [ ! -e "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV" 2>/dev/null)" ]; then
@@ -142,6 +145,10 @@ prepare() {
     cpu | cuda | http://* | https://* | file://*) ;;
     *) die "TUNE_OFFLOAD_TORCH=$TORCH: expected cpu, cuda or the address of a package index" ;;
     esac
+
+    if [ -n "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ] && [ "$(base_of "$(find_python)")" != "$(base_of "$VENV/bin/python")" ]; then
+        die "$VENV was made from another Python than PYTHON=$PYTHON: remove it, or set TUNE_OFFLOAD_VENV to another folder"
+    fi
 
     local stamp wanted started
     stamp=$VENV/.tune-offload-ready

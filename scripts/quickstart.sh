@@ -18,19 +18,15 @@ done
 say "tune run full_finetune_single_device --config tiny_llama_offload output_dir=$output $*"
 tune run full_finetune_single_device --config tiny_llama_offload output_dir="$output" "$@"
 
-newest=$(find "$output" -maxdepth 1 -type d -name 'step_*' | sed 's/.*step_//' | sort -n | tail -n 1)
-[ -n "$newest" ] || die "the run left no checkpoint in $output"
-checkpoint=$output/step_$newest
-
-say "tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$checkpoint"
-tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir="$checkpoint"
+say "tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$output"
+tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir="$output"
 
 cat <<END
 
-Trained: $checkpoint (Hugging Face format), metrics: $output/metrics.jsonl
+The model is in $output/step_* (Hugging Face format), what happened in $output/metrics.jsonl.
 
 Next (after: source ${VENV#"$ROOT"/}/bin/activate):
-  tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$checkpoint prompt="What does os.path.join do?"
+  tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$output prompt.user="What does os.path.join do?"
   tune run full_finetune_single_device --config tiny_llama_offload optimizer=torch.optim.AdamW output_dir=outputs/plain
   tune run lora_finetune_single_device --config tiny_llama_lora
   tune ls                                     every recipe and config

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,13 @@ def test_misspelt_submodule_keeps_the_rest_of_the_path() -> None:
     assert "did you mean json.decoder.JSONDecoder?" in error_of("json.decodr.JSONDecoder")
 
 
-def test_nearest_prefers_what_can_be_called_over_a_submodule() -> None:
-    # torch.optim has the module `adam` and the class `Adam`.
+def test_nearest_prefers_what_can_be_called_over_a_submodule(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.optim has the module `adam` and the class `Adam`, and other packages have closer submodules.
+    package = types.ModuleType("fake_optim")
+    package.adamw8 = types.ModuleType("fake_optim.adamw8")  # type: ignore[attr-defined]
+    package.AdamW8bit = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_optim", package)
+    assert "did you mean fake_optim.AdamW8bit?" in error_of("fake_optim.AdamW8b")
     assert "did you mean torch.optim.Adam?" in error_of("torch.optim.Adamm")
     assert "did you mean torch.optim.AdamW?" in error_of("torch.optim.AdamWW")
 
@@ -98,8 +105,13 @@ def test_modules_of_the_current_folder_are_found(folder: Path) -> None:
 
 
 def test_installed_modules_win_over_the_current_folder(folder: Path) -> None:
-    (folder / "omegaconf.py").write_text("raise RuntimeError('the wrong one')\n")
-    assert resolve("omegaconf.DictConfig").__module__.startswith("omegaconf")
+    installed, here = folder / "site", folder / "here"
+    for each in (installed, here):
+        each.mkdir()
+        (each / "my_component_i.py").write_text(f"def where(): return {each.name!r}\n")
+    sys.path.append(str(installed))
+    os.chdir(here)
+    assert resolve("my_component_i.where")() == "site"
 
 
 def test_error_inside_a_module_is_shown_with_its_place(folder: Path) -> None:

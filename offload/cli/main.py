@@ -288,8 +288,8 @@ def _recipe_position(words: list[str]) -> int | None:
     for index, word in enumerate(words):
         if word in recipes or word.removesuffix(".py") in recipes or word.endswith(".py"):
             return index
-    # An option's value may stand alone, so the last word without a dash or an equals sign is the best guess at
-    # a misspelt recipe; finding it fails and names the nearest one.
+    # An option's value may stand alone, so the last word without a dash or an equals sign is the best guess
+    # at a misspelt recipe; finding it fails and names the nearest one.
     candidates = [i for i, word in enumerate(words) if not word.startswith("-") and "=" not in word]
     return candidates[-1] if candidates else None
 

@@ -23,7 +23,14 @@ _LAYOUTS = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
 # Weights by their suffix, but not a checkpoint of their own.
-_NOT_BASE_WEIGHTS = ("adapter_model.", "consolidated.", "training_args.", "optimizer.", "scheduler.", "rng_state")
+_NOT_BASE_WEIGHTS = (
+    "adapter_model.",
+    "consolidated.",
+    "training_args.",
+    "optimizer.",
+    "scheduler.",
+    "rng_state",
+)
 _MODEL_TYPES = ("GEMMA", "GEMMA2", "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "PHI3_MINI", "PHI4", "QWEN2")
 _TIED_BY_DEFAULT = ("GEMMA", "GEMMA2")
 _CONFIG_KEYS = ("hidden_size", "num_attention_heads")
@@ -33,7 +40,13 @@ _CONFIG_KEYS = ("hidden_size", "num_attention_heads")
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".spm", ".jinja", ".py")
 _COMPANION_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
 _COMPANION_LIMIT = 100 * 2**20  # bytes; Gemma's tokenizer.json, the largest around, has 33 MiB
-_NOT_COMPANIONS = ("config.json", "adapter_config.json", "checkpoint.json", "trainer_state.json", "ft_config.json")
+_NOT_COMPANIONS = (
+    "config.json",
+    "adapter_config.json",
+    "checkpoint.json",
+    "trainer_state.json",
+    "ft_config.json",
+)
 
 _OWNERS = {
     "Llama-": "meta-llama",
@@ -159,10 +172,15 @@ def _check_section(values: Mapping[Any, Any]) -> None:
 
 
 def _unknown_key(key: str, known: tuple[str, ...]) -> str:
-    if key in ("recipe_checkpoint", "adapter_checkpoint", "resume_from_checkpoint", "should_load_recipe_state"):
+    if key in (
+        "recipe_checkpoint",
+        "adapter_checkpoint",
+        "resume_from_checkpoint",
+        "should_load_recipe_state",
+    ):
         return (
-            f"checkpointer.{key} is not used: the top-level resume_from_checkpoint finds the newest checkpoint "
-            "in output_dir: remove it"
+            f"checkpointer.{key} is not used: the top-level resume_from_checkpoint finds the newest "
+            "checkpoint in output_dir: remove it"
         )
     if key == "output_dir":
         return "checkpointer.output_dir is not used: checkpoints go to the top-level output_dir: remove it"
@@ -182,8 +200,8 @@ def _model_type(value: Any) -> str:
     guess = bare.get(name.upper().replace("_", "")) or nearest(name, _MODEL_TYPES)
     hint = f"did you mean {guess}? " if guess else ""
     raise UserError(
-        f"checkpointer.model_type: got {name!r}: {hint}Valid are {', '.join(_MODEL_TYPES)} (Llama 3.1 is LLAMA3, "
-        "Qwen 2.5 is QWEN2)"
+        f"checkpointer.model_type: got {name!r}: {hint}Valid are {', '.join(_MODEL_TYPES)} "
+        "(Llama 3.1 is LLAMA3, Qwen 2.5 is QWEN2)"
     )
 
 
@@ -198,12 +216,14 @@ def _read_config(directory: Path, model_type: str) -> tuple[str, dict[str, Any]]
         text = path.read_text(encoding="utf-8")
         config = json.loads(text)
     except (OSError, ValueError) as error:
-        raise UserError(f"checkpointer.checkpoint_dir: cannot read {path}: {error}: download it again") from error
+        raise UserError(
+            f"checkpointer.checkpoint_dir: cannot read {path}: {error}: download it again"
+        ) from error
     missing = [key for key in _CONFIG_KEYS if not isinstance(config, dict) or key not in config]
     if missing:
         raise UserError(
-            f"checkpointer.checkpoint_dir: {path} lacks {', '.join(missing)}: it is not the configuration of a "
-            "text model in Hugging Face's format"
+            f"checkpointer.checkpoint_dir: {path} lacks {', '.join(missing)}: it is not the configuration of "
+            "a text model in Hugging Face's format"
         )
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
@@ -233,12 +253,15 @@ def _given_files(directory: Path, given: Any) -> tuple[str, ...]:
             names = []
         if pattern.count("{}") != 2 or not names:
             raise UserError(
-                f"{key}.filename_format: got {pattern!r}, expected two {{}} as in 'model-{{}}-of-{{}}.safetensors'"
+                f"{key}.filename_format: got {pattern!r}, expected two {{}} as in "
+                "'model-{}-of-{}.safetensors'"
             )
     elif isinstance(given, (list, tuple)) and given and all(isinstance(name, str) for name in given):
         names = list(given)
     else:
-        raise UserError(f"{key}: got {given!r}, expected a list of file names; leave it out to have them found")
+        raise UserError(
+            f"{key}: got {given!r}, expected a list of file names; leave it out to have them found"
+        )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise UserError(f"{key}: {_missing_message(directory, names, missing)}")
@@ -259,7 +282,9 @@ def _find_files(directory: Path) -> tuple[str, ...]:
             return (single,)
     if incomplete is not None:
         index, names, missing = incomplete
-        raise UserError(f"checkpointer.checkpoint_dir: {index}: {_missing_message(directory, list(names), missing)}")
+        raise UserError(
+            f"checkpointer.checkpoint_dir: {index}: {_missing_message(directory, list(names), missing)}"
+        )
     for suffix in (".safetensors", ".bin"):
         names = tuple(
             sorted(
@@ -272,8 +297,8 @@ def _find_files(directory: Path) -> tuple[str, ...]:
             _check_numbering(directory, names)
             return names
     raise UserError(
-        f"checkpointer.checkpoint_dir: {directory} has no model.safetensors, pytorch_model.bin or index of them; "
-        f"it holds {_listing(directory)}: {_download_hint(directory)}"
+        f"checkpointer.checkpoint_dir: {directory} has no model.safetensors, pytorch_model.bin or index of "
+        f"them; it holds {_listing(directory)}: {_download_hint(directory)}"
     )
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ FORMAT = 1
 
 # Bytes in one weight file. Only one at a time is held in host memory when the model is on an accelerator.
 SHARD_BYTES = 4 * 2**30
+# The only biases among the models here are those of Qwen2's q, k and v projections.
+_BIASED_MAGNITUDE = re.compile(r"\.[qkv]_proj\.magnitude$")
 # Headers, indexes and the file system's own blocks, on top of the tensors.
 _SPARE_BYTES = 4 * 2**20
 
@@ -83,7 +86,9 @@ class CheckpointManager:
     ) -> None:
         torchao_shim.install()
         if keep_last_n is not None and (isinstance(keep_last_n, bool) or keep_last_n < 1):
-            raise UserError(f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints")
+            raise UserError(
+                f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints"
+            )
         self.keep_last_n = keep_last_n
         self.output_dir = Path(output_dir).expanduser().absolute()
         self.base = base_checkpoint.read_base(checkpointer)
@@ -94,7 +99,7 @@ class CheckpointManager:
             self.base.directory, self.base.files, self.base, self.output_dir
         )
 
-    # ---------------------------------------------------------------------------------------------- loading
+    # ----------------------------------------------------------------------------------------- loading
 
     def load_base(self) -> dict[str, Tensor]:
         """The base model's weights under torchtune's names, on the CPU, in the files' dtypes.
@@ -124,7 +129,15 @@ class CheckpointManager:
         try:
             content = state_file.read(path / STATE_NAME)
             adapter, state = content["adapter"], content["recipe_state"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             raise UserError(
                 f"{path / STATE_NAME} is damaged ({_one_line(error)}): resume from another checkpoint"
             ) from error
@@ -137,7 +150,7 @@ class CheckpointManager:
             model = _load_model(reader, self.base, path)
         return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest["step"])
 
-    # ----------------------------------------------------------------------------------------------- saving
+    # ------------------------------------------------------------------------------------------ saving
 
     def save(
         self,
@@ -159,8 +172,8 @@ class CheckpointManager:
             model: the full model (for LoRA the merged one) under torchtune's names, or None.
             recipe_state: nested dicts, lists and tuples of tensors and Python scalars.
             adapter: LoRA or DoRA tensors under torchtune's names.
-            adapter_config: with ``adapter``: ``r``, ``lora_alpha``, ``target_modules`` (torchtune's names) and
-                other fields of peft's ``LoraConfig``.
+            adapter_config: with ``adapter``: ``r``, ``lora_alpha``, ``target_modules`` (torchtune's names)
+                and other fields of peft's ``LoraConfig``.
 
         Returns:
             The checkpoint's folder.
@@ -214,6 +227,8 @@ class CheckpointManager:
         for number, names in enumerate(shards, 1):
             with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), _quiet_torchtune():
                 tensors = _host_tensors(model, names)
+                if self.base.model_type == "GEMMA2":
+                    tensors = _with_gemma2_norms_exchanged(tensors)
                 self._torchtune.save_checkpoint({"model": tensors}, epoch=0)
                 del tensors
             (written,) = staging.glob("epoch_0/*.safetensors")
@@ -246,12 +261,18 @@ class CheckpointManager:
     ) -> None:
         if self.base.model_type in peft_adapter.UNSUPPORTED_TYPES:
             logger.warning(
-                "peft has no counterpart for adapters of %s, whose projections Hugging Face's model fuses: the "
-                "adapter is in %s only",
+                "peft has no counterpart for adapters of %s, whose projections Hugging Face's model fuses: "
+                "the adapter is in %s only",
                 self.base.model_type,
                 STATE_NAME,
             )
             return
+        if self.base.model_type == "QWEN2" and any(_BIASED_MAGNITUDE.search(name) for name in adapter):
+            logger.warning(
+                "torchtune's DoRA scales the biases of q, k and v too, peft's and merged weights do not: "
+                "used there, %s gives other results than in training",
+                folder,
+            )
         peft_adapter.write(
             folder,
             _host_tensors(adapter, list(adapter)),
@@ -306,7 +327,7 @@ class CheckpointManager:
                 checkpoint_folders.delete(path)
 
 
-# ------------------------------------------------------------------------------------------------- torchtune
+# ------------------------------------------------------------------------------------------- torchtune
 
 
 def _torchtune_checkpointer(
@@ -324,7 +345,9 @@ def _torchtune_checkpointer(
     return checkpointer
 
 
-def _load_model(checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path) -> dict[str, Tensor]:
+def _load_model(
+    checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path
+) -> dict[str, Tensor]:
     try:
         with _quiet_torchtune():
             model = checkpointer.load_checkpoint()["model"]
@@ -338,10 +361,23 @@ def _load_model(checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directo
             f"cannot read the weights in {directory} as checkpointer.model_type={base.model_type}: {reason} "
             "(check model_type and config.json, or download the files again)"
         ) from error
+    if base.model_type == "GEMMA2":
+        model = _with_gemma2_norms_exchanged(model)
     if base.config["tie_word_embeddings"]:
         # Some files repeat the embedding as lm_head; torchtune's tied models have no such parameter.
         model.pop("output.weight", None)
     return model
+
+
+def _with_gemma2_norms_exchanged(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames the norms before and after each MLP into one another.
+
+    torchtune 0.6.1 reads and writes Hugging Face's ``pre_feedforward_layernorm`` as the norm after the MLP
+    and ``post_feedforward_layernorm`` as the one before it
+    (https://github.com/meta-pytorch/torchtune/issues/2850).
+    """
+    other = {"mlp_norm": "mlp_scale", "mlp_scale": "mlp_norm"}
+    return {".".join(other.get(part, part) for part in name.split(".")): model[name] for name in model}
 
 
 class _OneFile(dict[str, str]):
@@ -400,7 +436,7 @@ def _shards(model: Mapping[str, Tensor], limit: int) -> list[list[str]]:
 
 
 def _host_tensor(tensor: Tensor, name: str) -> Tensor:
-    """``tensor`` as safetensors takes it: on the CPU, contiguous, alone in its storage; shared if it is so already."""
+    """``tensor`` on the CPU, contiguous and alone in its storage; not copied where it is so already."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):  # DTensor
         tensor = tensor.full_tensor()
@@ -430,12 +466,10 @@ def _main_dtype(model: Mapping[str, Tensor]) -> str:
     return str(max(elements, key=lambda dtype: elements[dtype])).removeprefix("torch.")
 
 
-# ----------------------------------------------------------------------------------------------------- files
+# ----------------------------------------------------------------------------------------------- files
 
 
-def _prepare_state(
-    state: Mapping[str, Any], adapter: Mapping[str, Tensor] | None
-) -> state_file.Prepared:
+def _prepare_state(state: Mapping[str, Any], adapter: Mapping[str, Tensor] | None) -> state_file.Prepared:
     prepared = state_file.Prepared(state)
     kept = None if adapter is None else state_file.Prepared(adapter, "adapter")
     prepared.value = {"recipe_state": prepared.value, "adapter": None if kept is None else kept.value}
@@ -465,15 +499,17 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"{path / MANIFEST_NAME} is damaged: resume from another checkpoint") from error
     if version != FORMAT:
-        raise UserError(f"{path} was written by another version of tune-offload (format {version}, this is {FORMAT})")
+        raise UserError(
+            f"{path} was written by another version of tune-offload (format {version}, this is {FORMAT})"
+        )
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
             raise UserError(f"{path} is incomplete: {name} is missing: resume from another checkpoint")
         if file.stat().st_size != size:
             raise UserError(
-                f"{path} is damaged: {name} has {file.stat().st_size} bytes, {size} were written: resume from "
-                "another checkpoint"
+                f"{path} is damaged: {name} has {file.stat().st_size} bytes, {size} were written: resume "
+                "from another checkpoint"
             )
     return manifest
 
@@ -486,8 +522,8 @@ def _check_apart(checkpoint_dir: Path, output_dir: Path) -> None:
     base, out = checkpoint_dir.resolve(), output_dir.resolve()
     if out == base or base in out.parents:
         raise UserError(
-            f"output_dir: {output_dir} is {'' if out == base else 'inside '}checkpointer.checkpoint_dir: choose "
-            "another output_dir"
+            f"output_dir: {output_dir} is {'' if out == base else 'inside '}checkpointer.checkpoint_dir: "
+            "choose another output_dir"
         )
 
 

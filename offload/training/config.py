@@ -211,9 +211,8 @@ def _rename(name: str, here: KeyPath, valid: Mapping[str, Any]) -> str:
         return f"did you mean {dotted((*here[:-1], near))}?"
     if not valid:
         return "there are no keys here: remove it"
-    names = sorted(valid)
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"remove it, or use one of: {', '.join(names[:20])}{more}"
+    # A longer list helps nobody: what is meant is not near any of it.
+    return f"remove it, or use one of: {', '.join(sorted(valid))}" if len(valid) <= 20 else "remove it"
 
 
 def _how_to_set(here: KeyPath, annotation: Any) -> str:
@@ -395,7 +394,7 @@ def to_settings(cfg: DictConfig, schema: type[S]) -> S:
 
 def _to_section(node: DictConfig, schema: type[S], at: KeyPath) -> S:
     values: dict[str, Any] = {}
-    present = list(node)  # `name in node` would be False for a name whose resolver fails
+    present = list(node)  # `name in node` would resolve it
     for name, annotation in hints_of(schema).items():
         if name not in present:
             continue
@@ -445,7 +444,7 @@ def instantiate(
     """Builds the component that a section describes.
 
     Sections with ``_component_`` among the arguments are built first, innermost ones before. A list becomes a
-    tuple where the parameter's annotation or default is a tuple.
+    tuple where the parameter's annotation or default is a tuple, an integer a float where a float is wanted.
 
     Args:
         node: the section; None gives None, as ``section=null`` means.
@@ -498,10 +497,10 @@ def _build(
     for name in given:
         parameter = signature.parameters.get(name)
         if parameter is not None and name not in kwargs:
-            if isinstance(parameter.default, tuple) and isinstance(arguments[name], list):
-                arguments[name] = tuple(arguments[name])
-            elif isinstance(arguments[name], list):
-                arguments[name] = coerced(arguments[name], annotation_of(parameter))
+            value = coerced(arguments[name], annotation_of(parameter))
+            # Many signatures have no annotations, bitsandbytes' among them.
+            is_tuple = isinstance(value, list) and isinstance(parameter.default, tuple)
+            arguments[name] = tuple(value) if is_tuple else value
     try:
         signature.bind(*args, **arguments)
     except TypeError as error:

@@ -25,21 +25,16 @@ from offload.training.config_yaml import KeyPath, dotted, walk
 # may download or prepare files, so that a check never calls it.
 _CUSTOM_RESOLVER = re.compile(r"(?<!\\)\$\{\s*(?!oc\.)([A-Za-z_][\w.]*)\s*:")
 
-
 # The key that `${key}`, `${.key}`, `${oc.select:key}` or `${oc.dict.values:key}` reads; of `${key.${other}}`
 # its start.
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*(?:oc\.(?:select|dict\.\w+)\s*:\s*)?(\.*[\w.\[\]-]+)(?!\s*:|[\w.])")
-
 
 Place = Callable[[KeyPath], str]
 """Where a key's value was written, for messages."""
 
 _LATER = "\0known when the run starts\0"
 
-
 UNKNOWN = Unknown()
-
-
 MISSING = Missing()
 
 

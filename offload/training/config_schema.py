@@ -18,8 +18,6 @@ from offload.errors import UserError
 from offload.training.config_yaml import KeyPath, Loader, exists_at, get_at, index_in
 
 Component = NewType("Component", DictConfig)
-
-
 """The type of a schema field that holds a component; the settings have its section, not the built object."""
 
 
@@ -314,8 +312,6 @@ class _NoSlot:
 
 
 FREE = _NoSlot()  # anything may stand here
-
-
 UNKNOWN_KEY = _NoSlot()  # nothing reads this
 
 

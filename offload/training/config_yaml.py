@@ -22,35 +22,26 @@ class Loader(yaml.SafeLoader):
     counts checkpoint files.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, yaml.Mark] = {}
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before construction, where a merge (<<) puts what it overrides beside what overrides it.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"{key_node.value} is given twice: keep this or line {seen[key_node.value].line + 1}",
-                    key_node.start_mark,
-                )
-            seen[key_node.value] = key_node.start_mark
-        return super().construct_mapping(node, deep=deep)
+            if key.value in seen:
+                problem = f"{key.value} is given twice: keep this or line {seen[key.value]}"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen[key.value] = key.start_mark.line + 1
+        return node
 
 
-_REPLACED_TAGS = {
-    "tag:yaml.org,2002:float",
-    "tag:yaml.org,2002:int",
-    "tag:yaml.org,2002:timestamp",
-}
-
+_REPLACED_TAGS = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp"}
 
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-
-
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
     re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),

@@ -6,7 +6,9 @@ epoch sees exactly the batches that an uninterrupted one would have seen.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +145,7 @@ class Batches:
 
 
 def build_batches(
-    section: DictConfig | ListConfig,
+    section: DictConfig | Sequence[DictConfig],
     tokenizer: Any,
     *,
     key: str,
@@ -167,7 +169,7 @@ def build_batches(
     from torchtune.data import padded_collate_packed
     from torchtune.datasets import ConcatDataset, PackedDataset
 
-    sections: Sequence[DictConfig] = list(section) if isinstance(section, ListConfig) else [section]
+    sections = list(section) if isinstance(section, list | ListConfig) else [section]
     datasets = [_build_dataset(one, tokenizer, key) for one in sections]
     packed = [isinstance(dataset, PackedDataset) for dataset in datasets]
     if any(packed) and not all(packed):
@@ -201,6 +203,20 @@ def _build_dataset(section: DictConfig, tokenizer: Any, key: str) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        source = section.get("data_files") or section.get("source")
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise UserError(f"{key}: {source} cannot be read as {section.get('source')} data: {first}") from error
+        files = section.get("data_files")
+        where = _broken_json_line(files) or f"{files or section.get('source')} cannot be read: {first}"
+        raise UserError(f"{key}: {where}; mend the data or choose another with {key}.data_files=…") from error
+
+
+def _broken_json_line(path: Any) -> str | None:
+    """Which line of a JSON-lines file is broken; pyarrow tells a row of a block, if anything."""
+    if not isinstance(path, str) or not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                json.loads(line or "null")
+            except ValueError as error:
+                return f"{path}, line {number} is not JSON ({error})"
+    return None

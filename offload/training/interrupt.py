@@ -91,11 +91,11 @@ class Interrupt:
         for number, handler in self._previous.items():
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
         signal.set_wakeup_fd(self._previous_wakeup)
-        self._writer.close()  # the watcher reads an end of file and returns
+        self._writer.close()  # the watcher reads what is left, then an end of file, and returns
         if self._watcher is not None:
             self._watcher.join()
+        self._previous.clear()
         self._reader.close()
         self._reader = self._writer = self._watcher = None
 
@@ -117,7 +117,9 @@ class Interrupt:
                 if seen > 1:
                     _exit_now(number)
                 name = signal.Signals(number).name
-                _write_line(f"{name}: finishing the step and saving; once more to exit at once without saving")
+                _write_line(
+                    f"{name}: finishing the step and saving; once more to exit at once without saving"
+                )
 
 
 def _write_line(line: str) -> None:

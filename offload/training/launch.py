@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,9 +69,13 @@ def _quieten() -> None:
     logger = logging.getLogger("offload")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    # Unreadable data is told once, by us.
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        import tqdm
+
+        # The variable TQDM_DISABLE is read when tqdm is imported, which is long past.
+        tqdm.tqdm.__init__ = functools.partialmethod(tqdm.tqdm.__init__, disable=True)  # type: ignore[assignment]
 
 
 def _run(recipe: Recipe) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload.errors import UserError
@@ -24,7 +23,7 @@ def load_base_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source
     Raises:
         UserError: for a model without an adapter, or weights that do not fit it.
     """
-    from torchtune.modules.peft import DoRALinear, get_adapter_params, set_trainable_params
+    from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
     adapter = get_adapter_params(model)
     if not adapter:
@@ -33,12 +32,12 @@ def load_base_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source
             "with lora_attn_modules, or the recipe full_finetune_single_device"
         )
     set_trainable_params(model, adapter)
-    missing = {name: tensor for name, tensor in model.state_dict().items() if name in adapter}
+    missing = {name: param.detach() for name, param in model.named_parameters() if name in adapter}
     load_weights(model, {**weights, **missing}, source=source)
-    for module in model.modules():
-        if isinstance(module, DoRALinear):
+    for _, layer in _lora_layers(model):
+        if hasattr(layer, "initialize_dora_magnitude"):
             # The magnitudes start as the norms of the loaded weights' rows.
-            module.initialize_dora_magnitude()
+            layer.initialize_dora_magnitude()
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -48,23 +47,26 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in get_adapter_params(model).items()}
 
 
-def adapter_config(section: DictConfig) -> dict[str, Any]:
-    """Rank, alpha and layers of the adapter that a ``model`` section describes, for peft."""
-    from torchtune.modules.peft import get_lora_module_names
-
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """Rank, alpha, dropout and layers of a model's adapter, for peft."""
+    layers = dict(_lora_layers(model))
+    first = next(iter(layers.values()))
+    rank = first.lora_a.out_features
     return {
-        "r": section.lora_rank,
-        "lora_alpha": section.lora_alpha,
-        "lora_dropout": section.get("lora_dropout", 0.0),
-        "target_modules": get_lora_module_names(
-            list(section.lora_attn_modules),
-            section.get("apply_lora_to_mlp", False),
-            section.get("apply_lora_to_output", False),
-        ),
+        "r": rank,
+        "lora_alpha": first.scaling * rank if hasattr(first, "scaling") else first.alpha,
+        "lora_dropout": getattr(first.dropout, "p", 0.0),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
     }
 
 
-def merged_weights(model: nn.Module, section: DictConfig) -> dict[str, Tensor]:
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from torchtune.modules.peft import DoRALinear, LoRALinear
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear | DoRALinear))
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """The model with its adapter merged in, by torchtune's names, on the CPU. The live model is not touched."""
     from torchtune.modules.peft import get_merged_lora_ckpt
 
@@ -73,5 +75,6 @@ def merged_weights(model: nn.Module, section: DictConfig) -> dict[str, Tensor]:
         # torchtune adds in place; on the CPU this tensor is the live weight.
         base = name.replace(".lora_a.weight", ".weight")
         weights[base] = weights[base].clone()
+    config = adapter_config(model)
     with torch.no_grad():
-        return get_merged_lora_ckpt(weights, rank=section.lora_rank, alpha=section.lora_alpha)
+        return get_merged_lora_ckpt(weights, rank=config["r"], alpha=config["lora_alpha"])

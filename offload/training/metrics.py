@@ -271,7 +271,7 @@ class _MirrorThread:
             )
             abandon = getattr(self._mirror, "abandon", None)
             if abandon is not None:
-                pass
+                abandon()
 
     def _run(self) -> None:
         while True:

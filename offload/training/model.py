@@ -34,7 +34,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
     Raises:
         UserError: where names or shapes of weights and model differ.
     """
-    expected = model.state_dict()
+    # Not state_dict(): it would turn 4-bit weights into 16-bit ones to show their shapes.
+    expected = dict(model.named_parameters())
     missing = [name for name in expected if name not in weights] if strict else []
     unknown = [name for name in weights if name not in expected]
     shapes = [

@@ -41,7 +41,9 @@ _MODULES = {
 }
 
 
-def peft_weights(adapter: Mapping[str, Tensor], model_type: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def peft_weights(
+    adapter: Mapping[str, Tensor], model_type: str, config: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Renames a torchtune adapter's tensors to peft's names, rows of q and k in Hugging Face's order.
 
     Args:
@@ -112,7 +114,9 @@ def peft_config(
         **adapter_config,
         "base_model_name_or_path": base_model,
     }
-    config["target_modules"] = list(dict.fromkeys(_MODULES[name] for name in adapter_config["target_modules"]))
+    config["target_modules"] = list(
+        dict.fromkeys(_MODULES[name] for name in adapter_config["target_modules"])
+    )
     return config
 
 

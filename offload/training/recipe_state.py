@@ -67,15 +67,17 @@ class Prepared:
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True)
         if isinstance(value, Mapping):
-            return {self._copy(k, f"a key of {place}"): self._copy(v, f"{place}[{k!r}]") for k, v in value.items()}
+            return {
+                self._copy(k, f"a key of {place}"): self._copy(v, f"{place}[{k!r}]") for k, v in value.items()
+            }
         if isinstance(value, (list, tuple)):
             items = [self._copy(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, (set, frozenset)):
             return {self._copy(item, f"an item of {place}") for item in value}
         raise TypeError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
-            "store tensors, numbers, strings, dicts and lists"
+            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+            "hold: store tensors, numbers, strings, dicts and lists"
         )
 
     def _tensor(self, tensor: Tensor, place: str) -> Tensor:
@@ -104,8 +106,8 @@ class Prepared:
 def standalone(tensor: Tensor) -> Tensor:
     """``tensor`` with a storage that holds its own elements and nothing else.
 
-    A contiguous tensor keeps its memory, on any device: only the record of the storage is new. A view which is
-    not contiguous is copied.
+    A contiguous tensor keeps its memory, on any device: only the record of the storage is new. A view which
+    is not contiguous is copied.
     """
     if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
         return tensor
@@ -128,8 +130,8 @@ def write(prepared: Any, path: Path) -> None:
         try:
             torch.save(prepared, file)
         except RuntimeError as error:
-            # While it unwinds from a failed write, PyTorch's writer trips over its own position and raises that
-            # instead. Through Python's file object the cause is at hand.
+            # While it unwinds from a failed write, PyTorch's writer trips over its own position and raises
+            # that instead. Through Python's file object the cause is at hand.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -52,7 +52,7 @@ class Reporter:
         self._device, self._model, self._optimizer = device, model, optimizer
         self._output_dir = output_dir
         self._cfg = cfg
-        self._mirror = instantiate(metric_logger, _optional_={"log_dir": str(output_dir)})
+        self._mirror = instantiate(metric_logger)
         mirrors = [] if self._mirror is None else [self._mirror]
         self._log = MetricLog(output_dir, mirrors, resume_step=resume_step)
         self._log.log_config(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
@@ -119,6 +119,7 @@ class Reporter:
         self._log.close(exit_code)
         if exit_code not in (0, 130, 143):
             return
+        self.timer.read_and_reset()  # counts what came after the last log: the final checkpoint
         notes = [("next", line) for line in self._next_commands(checkpoint, exit_code)]
         note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
         say(

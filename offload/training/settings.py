@@ -68,6 +68,6 @@ class TrainSettings:
     enable_activation_checkpointing: bool = False
     enable_activation_offloading: bool = False
 
-    metric_logger: Annotated[Component, Passes(optional_keywords=("log_dir",))] | None = None
+    metric_logger: Component | None = None
     log_every_n_steps: Annotated[int, AtLeast(1)] = 1
     profiler: Component | None = None

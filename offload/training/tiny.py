@@ -46,11 +46,11 @@ HOME_VARIABLE = "TUNE_OFFLOAD_HOME"
 # Raised whenever a change to this file changes what is written.
 _FORMAT = 1
 
-# 1.3 M parameters: small enough for two cores to see all of the data in about half a minute. The tiny configs
-# name the same shape, since a recipe builds the model from its config.
+# 0.9 M parameters: small enough for two cores to see all of the data twice in about half a minute. The tiny
+# configs name the same shape, since a recipe builds the model from its config.
 MODEL: dict[str, Any] = {
     "vocab_size": 2048,
-    "num_layers": 4,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 4,
     "embed_dim": 128,
@@ -58,8 +58,8 @@ MODEL: dict[str, Any] = {
     "max_seq_len": 256,
     "norm_eps": 1e-5,
 }
-_INIT_STD = 0.02
 _INIT_SEED = 0
+_HEAD_STD = 0.02
 
 # Longer first paragraphs are dropped: whole answers then fit into max_seq_len and none is cut mid-sentence.
 _ANSWER_CHARACTERS = (12, 400)
@@ -134,7 +134,11 @@ def register_resolvers() -> None:
     """Make ``${tiny_llama:...}`` known to OmegaConf. Cheap, and harmless when called again."""
     from omegaconf import OmegaConf
 
-    OmegaConf.register_new_resolver("tiny_llama", _resolve, replace=True)
+    # OmegaConf 2.4 renamed it; earlier versions have an unrelated `register_resolver` or none.
+    register = getattr(OmegaConf, "register_resolver", None)
+    if register is None or "replace" not in inspect.signature(register).parameters:
+        register = OmegaConf.register_new_resolver
+    register("tiny_llama", _resolve, replace=True)
 
 
 @contextlib.contextmanager
@@ -210,7 +214,7 @@ def _key() -> str:
         "python": [sys.implementation.name, *sys.version_info[:3]],
         "packages": {name: version(name) for name in ("sentencepiece", "torch")},
         "model": MODEL,
-        "init": [_INIT_STD, _INIT_SEED],
+        "init": [_INIT_SEED, _HEAD_STD],
         "pairs": [_ANSWER_CHARACTERS, _HELDOUT_PER_THOUSAND, _C_MODULES],
         # A distribution may leave modules out or patch them: name and size tell such libraries apart.
         "sources": [[name, path.stat().st_size] for name, path in _sources()],
@@ -321,7 +325,7 @@ def read_pairs() -> list[Pair]:
         documented += _documented_objects(module)
     pairs, answers = [], set()
     for question, docstring in documented:
-        answer = _first_paragraph(docstring, question)
+        answer = _first_paragraph(docstring)
         if answer is None or answer.lower() in answers:
             continue
         answers.add(answer.lower())
@@ -377,7 +381,7 @@ def _question(name: str, is_class: bool) -> str:
 _SIGNATURE = re.compile(r"^[\w.]+\(.*\)(\s*(->|=|:|--?)\s*[^.]{0,40})?$")
 
 
-def _first_paragraph(docstring: str, question: str) -> str | None:
+def _first_paragraph(docstring: str) -> str | None:
     """Return the first prose paragraph on one line, ended by a full stop; None when it is unfit as an answer."""
     for paragraph in re.split(r"\n\s*\n", docstring.strip()):
         lines = [line.strip() for line in paragraph.splitlines()]
@@ -482,22 +486,23 @@ def _numel(shape: tuple[int, ...]) -> int:
 def _write_checkpoint(folder: Path) -> int:
     """Write config, tokenizer settings and random fp32 weights into ``folder``; return the number of parameters.
 
-    Weights are normal with standard deviation 0.02; the two projections that write into the residual stream are
-    scaled by 1/sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, section 2.3 of
-    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
+    The weights are those that this shape learns fastest from. Embeddings are standard normal: with the usual 0.02
+    the first steps of Adam, each about as large as the learning rate, would be larger than what they change.
+    Projections have standard deviation 1/sqrt(inputs), which keeps the scale of what passes through; the two
+    that write into the residual stream 1/sqrt(2 * layers) of that, so that its variance does not grow with depth
+    (GPT-2, section 2.3, https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
+    The head is small, so that training begins near the loss of guessing, ln(vocabulary).
     """
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(_INIT_SEED)
-    residual_std = _INIT_STD / (2 * MODEL["num_layers"]) ** 0.5
     weights = {}
     for name, shape in _weight_shapes():
         if len(shape) == 1:
             weights[name] = torch.ones(shape)
         else:
-            std = residual_std if "o_proj" in name or "down_proj" in name else _INIT_STD
-            weights[name] = torch.empty(shape).normal_(std=std, generator=generator)
+            weights[name] = torch.empty(shape).normal_(std=_std(name, shape), generator=generator)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # some versions of safetensors write 0600: see _build
 
@@ -524,7 +529,7 @@ def _write_checkpoint(folder: Path) -> int:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "mlp_bias": False,
-            "initializer_range": _INIT_STD,
+            "initializer_range": 0.02,
             "tie_word_embeddings": False,
             "pretraining_tp": 1,
             "torch_dtype": "float32",
@@ -551,6 +556,15 @@ def _write_checkpoint(folder: Path) -> int:
         folder / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     )
     return sum(weight.numel() for weight in weights.values())
+
+
+def _std(name: str, shape: tuple[int, ...]) -> float:
+    if "embed_tokens" in name:
+        return 1.0
+    if "lm_head" in name:
+        return _HEAD_STD
+    std = shape[1] ** -0.5
+    return std / (2 * MODEL["num_layers"]) ** 0.5 if "o_proj" in name or "down_proj" in name else std
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

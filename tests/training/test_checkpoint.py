@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from offload.errors import UserError
 from offload.training import (
     base_checkpoint,
@@ -26,7 +28,6 @@ from offload.training import (
     torchao_shim,
 )
 from offload.training.checkpoint import CheckpointManager
-from safetensors.torch import load_file, save_file
 
 torchao_shim.install()
 
@@ -43,7 +44,13 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf  # noqa: E4
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt  # noqa: E402
 
 DIM, HEADS, KV_HEADS, HIDDEN, VOCAB, LAYERS, CONTEXT = 32, 4, 2, 48, 64, 2, 64
-SIZES = {"vocab_size": VOCAB, "num_layers": LAYERS, "num_heads": HEADS, "embed_dim": DIM, "max_seq_len": CONTEXT}
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "embed_dim": DIM,
+    "max_seq_len": CONTEXT,
+}
 HF_SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": DIM,
@@ -61,7 +68,11 @@ PERMUTED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "dim": DIM}
 
 def _llama2():
     model = llama2(**SIZES, num_kv_heads=KV_HEADS, intermediate_dim=HIDDEN, norm_eps=1e-6)
-    return model, lambda w: convert_weights.tune_to_hf(w, **PERMUTED), {"model_type": "llama", "rms_norm_eps": 1e-6}
+    return (
+        model,
+        lambda w: convert_weights.tune_to_hf(w, **PERMUTED),
+        {"model_type": "llama", "rms_norm_eps": 1e-6},
+    )
 
 
 def _llama3_2():
@@ -144,7 +155,7 @@ FAMILIES = {
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2, generator=generator)
             else:  # norm scales, biases and magnitudes: away from 0 and 1, so that losing one shows
@@ -152,12 +163,18 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def write_base(folder: Path, family: str, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A tiny Hugging Face checkpoint in ``folder``, with tokenizer-like files; returns its torchtune model."""
+    """A tiny Hugging Face checkpoint in ``folder``, with a tokenizer; returns its torchtune model."""
     model, to_hf, config = FAMILIES[family]()
     randomise(model)
     model.to(dtype).eval()
     folder.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in to_hf(model.state_dict()).items()}, folder / "model.safetensors")
+    weights = to_hf(model.state_dict())
+    if family == "GEMMA2":  # torchtune's converter exchanges the two norms (its issue 2850)
+        weights = {
+            k.replace("pre_feed", "?").replace("post_feed", "pre_feed").replace("?", "post_feed"): v
+            for k, v in weights.items()
+        }
+    save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
     dtype_name = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps({**HF_SIZES, "dtype": dtype_name, **config}))
     (folder / "tokenizer.model").write_bytes(b"pieces")
@@ -209,7 +226,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-# --------------------------------------------------------------------------------------------- model families
+# -------------------------------------------------------------------------------------- model families
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -227,6 +244,10 @@ def test_round_trip_is_bit_exact_and_transformers_agrees(family: str, tmp_path: 
     model.load_state_dict(loaded.model, strict=True)
 
     hf = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    if family == "GEMMA2":
+        # torchtune caps the last hidden state where Gemma 2 caps the logits, which no conversion can mend.
+        model.norm.logit_capping = torch.nn.Identity()
+        hf.config.final_logit_softcapping = None
     tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         torch.testing.assert_close(hf(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
@@ -411,7 +432,7 @@ def test_saving_outlives_the_base_checkpoint(manager: CheckpointManager, base: P
     assert_same(dict(loaded), model)
 
 
-# ----------------------------------------------------------------------------------------------- recipe state
+# ---------------------------------------------------------------------------------------- recipe state
 
 
 def test_recipe_state_round_trip(manager: CheckpointManager) -> None:
@@ -473,7 +494,9 @@ def test_views_into_a_slab_are_written_without_the_slab_and_without_a_copy(tmp_p
     assert_same(recipe_state.read(tmp_path / "state.pt"), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.float16, torch.complex64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.float8_e4m3fn, torch.float16, torch.complex64, torch.int64]
+)
 def test_views_of_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     view = torch.randn(1000).to(dtype)[10:20]
     recipe_state.write({"x": recipe_state.Prepared(view).value}, tmp_path / "x.pt")
@@ -493,22 +516,27 @@ def test_states_of_torchao_optimizers(optimizer_class: str, manager: CheckpointM
         optimizer.step()
     saved = optimizer.state_dict()
     path = manager.save(1, model=manager.load_base(), recipe_state={"optimizer": saved})
-    # In a process which has not imported torchao, as a resumed run at that point.
-    code = (
-        "import sys; from pathlib import Path; from offload.training import recipe_state;"
-        f"s = recipe_state.read(Path({str(path / 'recipe_state.pt')!r}))['recipe_state']['optimizer']['state'][0];"
-        "print(type(s['exp_avg']).__name__, s['exp_avg'].dequantize().double().sum().item())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    moments = saved["state"][0]["exp_avg"]
-    assert out.split()[0] == type(moments).__name__ != "Tensor"
-    assert float(out.split()[1]) == moments.dequantize().double().sum().item()
-
     other = getattr(optim, optimizer_class)([torch.nn.Parameter(parameter.detach().clone())], lr=1e-3)
     other.load_state_dict(manager.load(path).recipe_state["optimizer"])
     loaded = other.state_dict()["state"][0]
     for key in ("exp_avg", "exp_avg_sq"):
+        assert type(loaded[key]).__name__.startswith("OptimState")
         assert torch.equal(loaded[key].dequantize(), saved["state"][0][key].dequantize())
+    if optimizer_class != "AdamW8bit":  # one process is slow enough
+        return
+    # In a process which has not imported torchao.optim, as a resumed run at that point.
+    code = (
+        "import sys; from pathlib import Path; from offload.training import recipe_state;"
+        f"s = recipe_state.read(Path({str(path / 'recipe_state.pt')!r}));"
+        "s = s['recipe_state']['optimizer']['state'][0];"
+        "print(type(s['exp_avg']).__name__, s['exp_avg'].dequantize().double().sum().item())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    moments = saved["state"][0]["exp_avg"]
+    assert out.split()[0] == type(moments).__name__ != "Tensor"
+    assert float(out.split()[1]) == moments.dequantize().double().sum().item()
 
 
 def test_subclass_states_in_slabs(tmp_path: Path) -> None:
@@ -561,7 +589,7 @@ def _repair_manifest(path: Path) -> None:
     (path / "checkpoint.json").write_text(json.dumps(manifest))
 
 
-# ------------------------------------------------------------------------------------ newest, kept and deleted
+# ---------------------------------------------------------------------------- newest, kept and deleted
 
 
 def test_latest_is_the_last_saved_even_after_going_back(manager: CheckpointManager) -> None:
@@ -590,7 +618,12 @@ def test_keep_last_n(base: Path, tmp_path: Path) -> None:
     for step in (2, 30, 4, 5):
         manager.save(step, model=model, recipe_state={})
         assert (tmp_path / "out" / f"step_{step}").is_dir()
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["step_1", "step_4", "step_5", "step_notes"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "step_1",
+        "step_4",
+        "step_5",
+        "step_notes",
+    ]
 
 
 def test_keep_last_n_1_never_deletes_what_it_just_wrote(base: Path, tmp_path: Path) -> None:
@@ -645,20 +678,23 @@ def test_latest_skips_incomplete_and_removes_leftovers(
     assert [path.exists() for path in (*dead, alive, foreign, ancient)] == [False, False, True, True, False]
 
 
-# ------------------------------------------------------------------------------------------- whole or not at all
+# --------------------------------------------------------------------------------- whole or not at all
 
 ROOT = Path(__file__).parents[2]
 
-# Forks a child for each trial (an import for each would take minutes). The child saves checkpoints whose every
-# value is their step, over and over: new ones, replaced ones, deleted ones.
+# Forks a child for each trial (an import for each would take minutes). The child saves checkpoints whose
+# every value tells how many were saved, over and over: new ones, replaced ones, deleted ones.
 KILL_SCRIPT = textwrap.dedent(
     """
-    import os, random, shutil, signal, sys, time
+    import gc, os, random, shutil, signal, sys, time
     from pathlib import Path
     import torch
     torch.set_num_threads(1)
     from offload.training.checkpoint import CheckpointManager
+    from offload.training import torchao_shim
+    torchao_shim.install()
     import torchtune.training  # now, or each child would spend seconds on it
+    gc.freeze()  # torchtune collects garbage at each load: not what the imports left
 
     base, root, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     section = {
@@ -666,7 +702,7 @@ KILL_SCRIPT = textwrap.dedent(
         "checkpoint_dir": str(base),
         "model_type": "LLAMA2",
     }
-    TOUCHES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
+    CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
 
     def save_some(out, kill_at):
         manager = CheckpointManager(section, out, keep_last_n=2)
@@ -676,7 +712,8 @@ KILL_SCRIPT = textwrap.dedent(
             count = 0
             def hook(event, args):
                 nonlocal count
-                if event in TOUCHES:
+                # what is opened but to be read: files to write, and files and folders to fsync
+                if event in CHANGES or event == "open" and args[1] not in ("r", "rb"):
                     count += 1
                     if count == kill_at:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -795,7 +832,11 @@ def test_a_full_disk(
     if which == "weights":
         model = {name: tensor.repeat(16, *[1] * (tensor.dim() - 1)) for name, tensor in model.items()}
         # sixteen times the rows is sixteen times the heads
-        manager._torchtune._config = {**manager.base.config, "num_attention_heads": 64, "num_key_value_heads": 32}
+        manager._torchtune._config = {
+            **manager.base.config,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 32,
+        }
         manager._torchtune._config["head_dim"] = DIM // HEADS
     state = {"big": torch.zeros(500_000 if which == "state" else 1)}
     with pytest.raises(UserError) as caught:
@@ -818,7 +859,7 @@ def test_a_bug_while_saving_is_not_dressed_up(
     assert list(manager.output_dir.iterdir()) == []
 
 
-# ----------------------------------------------------------------------------------------- messages for users
+# ---------------------------------------------------------------------------------- messages for users
 
 
 def error_of(base: Path, out: Path, **more: Any) -> str:
@@ -879,7 +920,9 @@ def test_missing_shards_are_listed(base: Path, tmp_path: Path) -> None:
             checkpoint_files={"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"},
         ),
     ):
-        assert f"1 of 3 weight files are missing in {base}: {files[1]}; there: {files[0]}, {files[2]}" in message
+        assert (
+            f"1 of 3 weight files are missing in {base}: {files[1]}; there: {files[0]}, {files[2]}" in message
+        )
         assert "tune download" in message
     (base / "model.safetensors.index.json").unlink()
     assert f"missing in {base}: {files[1]};" in error_of(base, tmp_path / "out")
@@ -888,7 +931,11 @@ def test_missing_shards_are_listed(base: Path, tmp_path: Path) -> None:
 def test_ways_to_name_the_files(base: Path, tmp_path: Path) -> None:
     whole = load_file(base / "model.safetensors")
     files = _split(base)
-    for given in (None, list(reversed(files)), {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"}):
+    for given in (
+        None,
+        list(reversed(files)),
+        {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"},
+    ):
         manager = CheckpointManager(section(base, checkpoint_files=given), tmp_path / "out")
         assert list(manager.base.files) == files
         assert torch.equal(manager.load_base()["norm.scale"], whole["model.norm.weight"])
@@ -933,7 +980,9 @@ def test_garbage_instead_of_safetensors(base: Path, tmp_path: Path) -> None:
     assert "is damaged: its header is damaged" in error_of(base, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("given", "meant"), [("LLAMA_2", "LLAMA2"), ("llama2", "LLAMA2"), ("QUEN2", "QWEN2")])
+@pytest.mark.parametrize(
+    ("given", "meant"), [("LLAMA_2", "LLAMA2"), ("llama2", "LLAMA2"), ("QUEN2", "QWEN2")]
+)
 def test_bad_model_type(given: str, meant: str, base: Path, tmp_path: Path) -> None:
     message = error_of(base, tmp_path / "out", model_type=given)
     assert f"checkpointer.model_type: got {given!r}: did you mean {meant}?" in message
@@ -941,7 +990,9 @@ def test_bad_model_type(given: str, meant: str, base: Path, tmp_path: Path) -> N
 
 def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
     manager = CheckpointManager(section(base, "PHI3_MINI"), tmp_path / "out")
-    with pytest.raises(UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*self_attn.q_proj"):
+    with pytest.raises(
+        UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*unexpected key.*_proj.weight"
+    ):
         manager.load_base()
 
 
@@ -959,7 +1010,9 @@ def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:
     assert "does not read and write Hugging Face's format" in message
     message = error_of(base, out, _component_="torchtune.training.FullModelHFCheckpointr")
     assert "FullModelHFCheckpointer" in message
-    message = error_of(base, out, checkpoint_file=["a"], recipe_checkpoint="x", output_dir="y", model_type=None)
+    message = error_of(
+        base, out, checkpoint_file=["a"], recipe_checkpoint="x", output_dir="y", model_type=None
+    )
     lines = message.splitlines()
     assert len(lines) == 4
     assert "did you mean checkpointer.checkpoint_files?" in lines[0]
@@ -969,7 +1022,9 @@ def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:
 def test_checkpoint_files_are_checked(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "expected a list of file names" in error_of(base, out, checkpoint_files="model.safetensors")
-    assert "expected a list of names, or the keys" in error_of(base, out, checkpoint_files={"filename_format": "x"})
+    assert "expected a list of names, or the keys" in error_of(
+        base, out, checkpoint_files={"filename_format": "x"}
+    )
     spec = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": 3}
     assert "expected digits in quotes" in error_of(base, out, checkpoint_files=spec)
     spec = {"filename_format": "model-{}.safetensors", "max_filename": "3"}
@@ -985,7 +1040,9 @@ def test_output_dir_apart_from_the_base(base: Path) -> None:
 
 def test_unwritable_output_dir(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"output_dir: cannot write to .*file/out: Not a directory: choose another"):
+    with pytest.raises(
+        UserError, match=r"output_dir: cannot write to .*file/out: Not a directory: choose another"
+    ):
         CheckpointManager(section(base), tmp_path / "file" / "out")
     with pytest.raises(UserError, match="output_dir: cannot write to /proc/nothing"):
         CheckpointManager(section(base), "/proc/nothing")
@@ -1017,7 +1074,7 @@ def test_loading_what_is_not_a_whole_checkpoint(manager: CheckpointManager, base
         manager.load(path)
 
 
-# ------------------------------------------------------------------------------------------------------ adapters
+# -------------------------------------------------------------------------------------------- adapters
 
 RANK, ALPHA = 4, 8.0
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "output_proj"]
@@ -1057,12 +1114,22 @@ def lora_model(folder: Path, family: str, dora: bool) -> torch.nn.Module:
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", ["LLAMA2", "QWEN2"])
 def test_adapters_in_peft_transformers_and_a_resumed_run(
-    family: str, dora: bool, merged_too: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    dora: bool,
+    merged_too: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     monkeypatch.setitem(FAMILIES, "QWEN2", lambda: _qwen2(tied=False))
     folder = tmp_path / "base"
     write_base(folder, family)
+    if family == "QWEN2" and dora:
+        # torchtune's DoRA scales biases, which peft's does not; without biases they must agree.
+        weights = load_file(folder / "model.safetensors")
+        weights = {k: v * 0 if k.endswith(".bias") else v for k, v in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model = lora_model(folder, family, dora)
     adapter = get_adapter_params(model)
     merged = None
@@ -1073,6 +1140,7 @@ def test_adapters_in_peft_transformers_and_a_resumed_run(
     config = json.loads(json.dumps(ADAPTER_CONFIG))
     path = manager.save(3, model=merged, adapter=adapter, adapter_config=config, recipe_state={"x": 1})
     assert config == ADAPTER_CONFIG
+    assert ("DoRA scales the biases" in caplog.text) == (family == "QWEN2" and dora)
 
     tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -1121,13 +1189,17 @@ def test_what_is_no_adapter_is_refused(manager: CheckpointManager) -> None:
     good = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, DIM)}
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match="norm.scale is no part"):
-        manager.save(1, model=None, adapter={"norm.scale": torch.ones(2)}, adapter_config=config, recipe_state={})
+        manager.save(
+            1, model=None, adapter={"norm.scale": torch.ones(2)}, adapter_config=config, recipe_state={}
+        )
     with pytest.raises(ValueError, match="lacks lora_alpha"):
         manager.save(
             1, model=None, adapter=good, adapter_config={"r": 1, "target_modules": []}, recipe_state={}
         )
     with pytest.raises(ValueError, match="unknown target_modules: w9"):
-        manager.save(1, model=None, adapter=good, adapter_config={**config, "target_modules": ["w9"]}, recipe_state={})
+        manager.save(
+            1, model=None, adapter=good, adapter_config={**config, "target_modules": ["w9"]}, recipe_state={}
+        )
     with pytest.raises(ValueError, match="adapter_config is required"):
         manager.save(1, model=None, adapter=good, recipe_state={})
     with pytest.raises(ValueError, match="a model, an adapter or both"):

@@ -108,8 +108,8 @@ def plain_logger(project: str = "p") -> Part:
     return Part(project=project)
 
 
-def pair(sizes=(1, 2), rates: tuple[float, ...] = (0.5,), names: list = None) -> Part:
-    return Part(sizes=sizes, rates=rates, names=names)
+def pair(rates: tuple[float, ...] = None, sizes=(1, 2), names: list = None, scale: float = 1.0) -> Part:
+    return Part(sizes=sizes, rates=rates, names=names, scale=scale)
 
 
 def fails(how: str) -> None:
@@ -671,6 +671,15 @@ def test_anchors_and_merges_work(config: Path) -> None:
     assert settings.evaluation.dataset.split == "train" and settings.evaluation.dataset.packed is True
 
 
+def test_merge_of_a_merge_is_no_duplicate(tmp_path: Path) -> None:
+    path = tmp_path / "merges.yaml"
+    path.write_text(
+        "base: &base {x: 1, y: 2}\ndeep:\n  deeper:\n    one: &one {<<: *base, x: 3}\ntwo: {<<: *one, y: 4}\n"
+    )
+    cfg = load_config(path, [], notes=[])
+    assert cfg.two == {"x": 3, "y": 4} and cfg.deep.deeper.one == {"x": 3, "y": 2}
+
+
 # Without a schema; settings; post-init
 
 
@@ -733,8 +742,10 @@ def test_instantiate_builds_nested_components_first() -> None:
 
 
 def test_lists_become_tuples_where_tuples_are_wanted() -> None:
-    part = instantiate(node(_component_="fake_parts.pair", sizes=[3, 4], rates=[1, 0.5], names=["a"]))
-    assert part.kwargs == {"sizes": (3, 4), "rates": (1.0, 0.5), "names": ["a"]}
+    part = instantiate(
+        node(_component_="fake_parts.pair", sizes=[3, 4], rates=[1, 0.5], names=["a"], scale=2)
+    )
+    assert repr(part.kwargs) == "{'sizes': (3, 4), 'rates': (1.0, 0.5), 'names': ['a'], 'scale': 2.0}"
 
 
 def test_optional_keywords_go_where_they_are_taken() -> None:

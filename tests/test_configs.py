@@ -1,0 +1,283 @@
+"""Every shipped config: its keys, its components, its model, and the commands in its header.
+
+Found by a recursive glob, so that a config in a new folder is tested like the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from offload.cli import registry
+from offload.component import resolve, signature_of
+from offload.training import tiny, torchao_shim
+from offload.training.config import check_config, instantiate, load_and_check, load_config
+
+torchao_shim.install()
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+METHODS = ("offload", "lora", "qlora", "paged", "generate")
+PROMISED = """
+llama2_7b_offload llama2_7b_lora llama2_7b_qlora llama2_7b_paged llama2_7b_generate llama2_13b_offload
+llama3_1_8b_offload llama3_2_1b_offload llama3_2_3b_offload phi3_mini_offload qwen2_5_0_5b_offload
+qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload tiny_llama_offload tiny_llama_lora tiny_llama_generate
+""".split()
+
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+training_configs = pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if not path.stem.endswith("_generate")], ids=lambda path: path.stem
+)
+
+
+def _recipe_name(path: Path) -> str:
+    return registry.recipe_of_config(path.stem)
+
+
+def _recipe(name: str) -> ModuleType:
+    module_name = f"recipe_under_test_{name}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, ROOT / "recipes" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses look their module up there
+        spec.loader.exec_module(module)
+    return sys.modules[module_name]
+
+
+def _load(path: Path, *overrides: str) -> DictConfig:
+    return load_config(path, list(overrides), notes=[], schema=_recipe(_recipe_name(path)).Settings)
+
+
+def _components(node: Any, key: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Every section with a `_component_`, with its dotted key; values as written."""
+    found = []
+    if isinstance(node, dict):
+        if "_component_" in node:
+            found.append((key, node))
+        for name, value in node.items():
+            found += _components(value, f"{key}.{name}".lstrip("."))
+    return found
+
+
+# ---- the set ---------------------------------------------------------------------------------------------------
+
+
+def test_all_promised_configs_are_there_and_the_glob_is_recursive(tmp_path: Path) -> None:
+    assert set(PROMISED) <= {path.stem for path in CONFIGS}
+    assert {path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in CONFIGS} == set(
+        registry.our_configs()
+    )
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "deep" / "deeper" / "a_lora.yaml").touch()
+    assert [path.stem for path in tmp_path.rglob("*.yaml")] == ["a_lora"]
+
+
+@every_config
+def test_flat_and_named_model_method(path: Path) -> None:
+    assert path.parent == ROOT / "configs"
+    model, _, method = path.stem.rpartition("_")
+    assert method in METHODS
+    assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", model)
+    assert _recipe_name(path) in registry.our_recipes()
+
+
+def test_no_two_runs_write_to_the_same_folder() -> None:
+    for path in CONFIGS:
+        output_dir = OmegaConf.load(path).get("output_dir")
+        if path.stem.endswith("_generate"):
+            assert output_dir is None  # it writes nothing
+        else:
+            assert output_dir == f"outputs/{path.stem}"
+
+
+# ---- against the recipes' schemas and the components' signatures -----------------------------------------------
+
+
+@every_config
+def test_well_formed_for_its_recipe(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(tiny.HOME_VARIABLE, str(tmp_path / "home"))
+    schema = _recipe(_recipe_name(path)).Settings
+    notes: list[str] = []
+    cfg, _ = load_and_check(path, [], schema, notes)
+    check_config(cfg, schema)
+    assert notes == []
+    assert not (tmp_path / "home").exists()  # checking prepares nothing
+
+
+@every_config
+def test_every_component_takes_its_arguments(path: Path) -> None:
+    """The same with inspect alone, so that a mistake in the checker cannot hide one in a config."""
+    sections = _components(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+    assert {"model", "tokenizer", "checkpointer"} <= {key for key, _ in sections}
+    for key, section in sections:
+        arguments = {name: value for name, value in section.items() if name != "_component_"}
+        component = resolve(section["_component_"], key=key)
+        signature_of(component, arguments).bind_partial(**arguments)
+        names = inspect.signature(component).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+            assert arguments.keys() <= names.keys(), key
+
+
+@training_configs
+def test_optimizer_constructs(path: Path) -> None:
+    """With its own arguments, over parameters of this machine's CPU."""
+    cfg = _load(path)
+    optimizer = instantiate(cfg.optimizer, [torch.nn.Parameter(torch.zeros(4))])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == cfg.optimizer.lr and group["weight_decay"] == cfg.optimizer.weight_decay
+
+
+@training_configs
+def test_lr_scheduler_and_loss_construct(path: Path) -> None:
+    cfg = _load(path)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = instantiate(cfg.lr_scheduler, optimizer, num_training_steps=1000)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert isinstance(instantiate(cfg.loss), torch.nn.Module)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
+
+# Parameters of the published models, in millions, from their model cards or the sum over their weight files.
+PUBLISHED = {
+    "llama2_7b": 6738.4,
+    "llama2_13b": 13015.9,
+    "llama3_1_8b": 8030.3,
+    "llama3_2_1b": 1235.8,
+    "llama3_2_3b": 3212.7,
+    "phi3_mini": 3821.1,
+    "qwen2_5_0_5b": 494.0,
+    "qwen2_5_7b": 7615.6,
+    "mistral_7b": 7241.7,
+    "gemma2_2b": 2614.3,
+}
+
+
+@every_config
+def test_model_on_the_meta_device(path: Path) -> None:
+    """No memory is taken, whatever the size. NF4 weights are built too: torchao quantises meta tensors."""
+    cfg = _load(path)
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    adapters = {name for name, _ in model.named_parameters() if ".lora_" in name or name.endswith(".magnitude")}
+    assert bool(adapters) == path.stem.endswith("lora")
+    count = sum(p.numel() for name, p in model.named_parameters() if name not in adapters)
+    name = path.stem.rpartition("_")[0]
+    if name == "tiny_llama":
+        assert count == sum(tiny._numel(shape) for _, shape in tiny._weight_shapes())
+    else:
+        assert count / 1e6 == pytest.approx(PUBLISHED[name], abs=0.1)
+    quantised = {type(p.data).__name__ for p in model.parameters()} - {"Tensor", "Parameter"}
+    assert quantised == ({"NF4Tensor"} if path.stem.endswith("qlora") else set())
+
+
+@every_config
+def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
+    """The host memory that a header names is 8 bytes per parameter, the weights' 2."""
+    header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
+    name, _, method = path.stem.rpartition("_")
+    if name == "tiny_llama":
+        pytest.skip("too small for its memory to be worth a line")
+    gib = PUBLISHED[name] * 1e6 / 2**30
+    numbers = re.findall(r"(\d+\.\d) GiB", header)
+    expected = {"offload": [2, 8, 8], "paged": [4, 8], "lora": [2], "generate": [2]}
+    for number, factor in zip(numbers, expected.get(method, []), strict=False):
+        assert float(number) == pytest.approx(factor * gib, abs=0.06)
+    assert len(numbers) >= len(expected.get(method, [0]))
+
+
+@pytest.mark.parametrize("name", ["tiny_llama_offload", "tiny_llama_lora", "tiny_llama_generate"])
+def test_tiny_models_have_the_shape_of_the_prepared_checkpoint(name: str) -> None:
+    model = OmegaConf.load(ROOT / "configs" / f"{name}.yaml").model
+    assert {key: model[key] for key in tiny.MODEL} == tiny.MODEL
+
+
+def test_paged_differs_from_offload_in_the_optimizer_alone() -> None:
+    offload, paged = (
+        OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"llama2_7b_{method}.yaml"), resolve=False)
+        for method in ("offload", "paged")
+    )
+    assert offload.keys() == paged.keys()
+    assert {key for key in offload if offload[key] != paged[key]} == {"output_dir", "optimizer"}
+    for key in ("lr", "weight_decay"):
+        assert offload["optimizer"][key] == paged["optimizer"][key]
+
+
+# ---- the header ------------------------------------------------------------------------------------------------
+
+
+def _commands(path: Path) -> list[list[str]]:
+    """The commands in the header's comment, split as a shell would; a backslash continues a line."""
+    header = path.read_text(encoding="utf-8").partition("\n\n")[0]
+    text = "\n".join(line.removeprefix("#").strip() for line in header.splitlines()).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("tune ")]
+
+
+def _checkable(overrides: list[str]) -> list[str]:
+    return [re.sub(r"<[A-Z]+>", "1", override) for override in overrides]
+
+
+@every_config
+def test_header_commands(path: Path) -> None:
+    commands = _commands(path)
+    runs = [command for command in commands if command[1] == "run"]
+    own = [command for command in runs if path.stem in command]
+    assert ["tune", "run", _recipe_name(path), "--config", path.stem] in [run[:5] for run in own]
+    assert any(len(run) > 5 for run in own)  # one with overrides
+    for _, _, recipe, option, config, *overrides in runs:
+        assert option == "--config"
+        assert _recipe_name(registry.find_config(config).path) == recipe
+        load_and_check(registry.find_config(config).path, _checkable(overrides), _recipe(recipe).Settings, [])
+
+
+@every_config
+def test_header_download(path: Path) -> None:
+    downloads = [command for command in _commands(path) if command[1] == "download"]
+    if path.stem.startswith("tiny_"):
+        assert not downloads
+        return
+    import argparse
+
+    from offload.cli import download
+
+    parser = argparse.ArgumentParser()
+    download.add_parser(parser.add_subparsers())
+    (command,) = downloads
+    arguments = parser.parse_args(command[1:])
+    cfg = OmegaConf.load(path)
+    # What is downloaded is what is read.
+    for value in (cfg.tokenizer.path, cfg.tokenizer.get("merges_file", cfg.tokenizer.path)):
+        assert Path(value).is_relative_to(arguments.output_dir)
+    if not path.stem.endswith("_generate"):
+        assert str(arguments.output_dir) == cfg.checkpointer.checkpoint_dir
+    assert arguments.output_dir.name == arguments.repo_id.split("/")[1]
+    assert not any(Path("model.safetensors").match(pattern) for pattern in arguments.ignore_patterns or [])
+
+
+@every_config
+def test_every_knob_of_cost_is_explained(path: Path) -> None:
+    knobs = """batch_size max_seq_len packed enable_activation_checkpointing enable_activation_offloading compile dtype
+        gradient_accumulation_steps save_every_n_steps num_output_chunks strategy offload_gradients lora_rank
+        enable_kv_cache max_new_tokens""".split()
+    seen = set()
+    for line in path.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
+        key = line.strip().partition(":")[0]
+        # Tiny configs take the dtype of their checkpoint. Where a key comes twice, the first one explains it.
+        if key in knobs and key not in seen and not (key == "dtype" and path.stem.startswith("tiny")):
+            assert "  # " in line, line
+        seen.add(key)

@@ -1,0 +1,202 @@
+"""SIGINT and SIGTERM: once to finish in order, twice to leave at once. In processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.training.interrupt import Interrupt
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Runs Python code with ``Interrupt`` imported, up to its first line of output, ``ready``."""
+    children: list[subprocess.Popen[str]] = []
+
+    def run(code: str) -> subprocess.Popen[str]:
+        head = "import os, signal, sys, threading, time\nfrom offload.training.interrupt import Interrupt\n"
+        child = subprocess.Popen(
+            [sys.executable, "-c", head + textwrap.dedent(code)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )
+        children.append(child)
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        if line != "ready\n":
+            child.kill()
+            pytest.fail(f"{line}{child.communicate()}")
+        return child
+
+    yield run
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+STEPS = """
+    with Interrupt() as interrupt:
+        print("ready", flush=True)
+        for step in range(200):
+            time.sleep(0.05)  # a step
+            if interrupt.signum is not None:
+                print("saved after", interrupt.signum)
+                break
+    sys.exit(interrupt.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_lets_the_step_finish(signum: signal.Signals, status: int, start: Start) -> None:
+    child = start(STEPS)
+    child.send_signal(signum)
+    out, err = child.communicate(timeout=20)
+    assert out == f"saved after {int(signum)}\n"
+    assert err.strip() == (
+        f"{signum.name}: finishing the step and saving; once more to exit at once without saving"
+    )
+    assert child.returncode == status
+
+
+def test_no_signal(start: Start) -> None:
+    child = start('with Interrupt() as i: print("ready", flush=True)\nsys.exit(i.exit_code)')
+    out, err = child.communicate(timeout=20)
+    assert (out, err, child.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGINT, signal.SIGTERM, 143),
+    ],
+)
+@pytest.mark.parametrize("busy", ["python", "c"])
+def test_the_second_signal_ends_at_once(
+    first: signal.Signals, second: signal.Signals, status: int, busy: str, start: Start
+) -> None:
+    if busy == "python":
+        work = "time.sleep(30)"
+    else:
+        # In C, and taken up again after a signal without Python's handler getting a turn.
+        signal_setup = "[signal.siginterrupt(number, False) for number in (signal.SIGINT, signal.SIGTERM)]"
+        call = "ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)"
+        work = f"import ctypes; {signal_setup}; {call}"
+    child = start(f"""
+        sys.stdout.write("buffered ")
+        with Interrupt():
+            os.write(1, b"ready\\n")
+            {work}
+            print("not reached")
+    """)
+    time.sleep(0.5)
+    child.send_signal(first)
+    assert child.stderr is not None
+    assert child.stderr.readline() == "\n" and "finishing the step" in child.stderr.readline()
+    began = time.monotonic()
+    child.send_signal(second)
+    out, err = child.communicate(timeout=20)
+    assert time.monotonic() - began < 3
+    assert (out, err, child.returncode) == ("buffered ", "", status)
+
+
+def test_handlers_are_restored() -> None:
+    def mine(number: int, frame: object) -> None:
+        pass
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, mine)
+    try:
+        with Interrupt() as interrupt:
+            assert signal.getsignal(signal.SIGTERM) == interrupt._on_signal
+            assert signal.getsignal(signal.SIGINT) == interrupt._on_signal
+            with Interrupt() as inner:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert inner.signum == signal.SIGTERM
+            assert signal.getsignal(signal.SIGTERM) == interrupt._on_signal
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+        assert signal.set_wakeup_fd(-1) == -1
+        with pytest.raises(ZeroDivisionError), Interrupt():
+            raise ZeroDivisionError
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert not [thread for thread in threading.enumerate() if thread.name == "interrupt"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_the_flag_is_set_when_kill_returns(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupt() as interrupt:
+        assert interrupt.signum is None and interrupt.exit_code == 0
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.signum == signal.SIGINT and interrupt.exit_code == 130
+    assert capfd.readouterr().err.count("SIGINT: finishing the step") == 1
+
+
+def test_nothing_happens_in_another_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with Interrupt() as interrupt:
+            seen.append((signal.getsignal(signal.SIGTERM), interrupt.signum, interrupt.exit_code))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, None, 0)]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored(start: Start) -> None:
+    child = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + textwrap.dedent(STEPS))
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=20)
+    assert (out, child.returncode) == ("saved after 15\n", 143)
+    assert "SIGINT" not in err
+
+
+def test_workers_outlive_a_ctrl_c_and_do_not_signal_the_parent(start: Start) -> None:
+    child = start("""
+        with Interrupt() as interrupt:
+            pids = []
+            for _ in range(2):
+                pid = os.fork()
+                if pid == 0:
+                    print("ready" if not pids else "", end="\\n" if not pids else "", flush=True)
+                    time.sleep(60)
+                    os._exit(0)
+                pids.append(pid)
+            time.sleep(0.5)
+            for pid in pids:
+                os.kill(pid, signal.SIGINT)
+            time.sleep(0.3)
+            print([os.waitpid(pid, os.WNOHANG)[0] for pid in pids])
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+            print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+            time.sleep(0.3)
+            print(interrupt.signum)
+    """)
+    out, err = child.communicate(timeout=20)
+    assert (out, err) == ("[0, 0]\n[-15, -15]\nNone\n", "")

@@ -108,9 +108,7 @@ def _import(name: str, path: str, prefix: str, *, missing_ok: bool = False) -> A
         rest = path[len(name) :]
         near = nearest(name, _top_level_modules())
         if near is not None and near != name:
-            raise UserError(
-                f"{prefix}no package {name!r} is installed; did you mean {near}{rest}?"
-            ) from error
+            raise UserError(f"{prefix}no package {name!r} is installed; did you mean {near}{rest}?") from error
         raise UserError(
             f"{prefix}{name} is not installed: pip install {name} "
             f"(a module of your own is found from the folder that holds {name}.py)"
@@ -254,7 +252,5 @@ def _load_dataset_parameters(source: Any) -> dict[str, inspect.Parameter]:
             if inspect.isclass(config) and issubclass(config, datasets.BuilderConfig):
                 # Each reader's configuration is a dataclass.
                 for field in dataclasses.fields(config):  # type: ignore[arg-type]
-                    optional.setdefault(
-                        field.name, inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY)
-                    )
+                    optional.setdefault(field.name, inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY))
     return {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in optional}

@@ -90,9 +90,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._names = _names(groups)
         if strategy == "host":
             _refuse_closure_driven(base_class)
-            self._host = HostStrategy(
-                self._runtime(groups), offload_gradients=offload_gradients, names=self._names
-            )
+            self._host = HostStrategy(self._runtime(groups), offload_gradients=offload_gradients, names=self._names)
             base_kwargs = _with_fused(base_class, groups, base_kwargs)
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         self._per_parameter = f"{base_class.__module__}.".startswith(PER_PARAMETER_PACKAGES)
@@ -164,14 +162,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             mine.update((key, value) for key, value in base.items() if key != "params")
 
     @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+    def state(self) -> Any:
         """The base optimizer's state by the caller's parameters; tensors lie where they rest."""
         if self._host is None:
             return self.base_optimizer.state
         return _StateView(self.base_optimizer, self._host)
 
     @state.setter
-    def state(self, value: MutableMapping[Any, Any]) -> None:
+    def state(self, value: Any) -> None:
         # torch.optim.Optimizer.__init__ assigns an empty mapping; the state is the base optimizer's.
         assert not value
 
@@ -236,9 +234,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param, saved in self._saved_states(state_dict):
             loaded = self.base_optimizer.state[param]
             for key, value in saved.items():
-                if type(value) is Tensor and isinstance(loaded.get(key), Tensor):
-                    if loaded[key].dtype != value.dtype or loaded[key].data_ptr() == value.data_ptr():
-                        loaded[key] = value.to(loaded[key].device, copy=True)
+                mine = loaded.get(key)
+                if type(value) is not Tensor or not isinstance(mine, Tensor):
+                    continue
+                if mine.dtype != value.dtype or mine.data_ptr() == value.data_ptr():
+                    loaded[key] = value.to(mine.device, copy=True)
 
     # Gradients
 
@@ -265,9 +265,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 return self._host.norms(params, norm_type)
             return [tensor_norm(p.grad, norm_type) for p in params if p.grad is not None]
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
 
         It counts every gradient wherever it rests. With ``host`` the factor is applied to the host gradients
@@ -301,7 +299,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # Update
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         When it returns, the host side is done and the copies to the device are queued; work that is queued
@@ -313,7 +311,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._push_groups()
         if self._host is None:
-            loss = self.base_optimizer.step(closure)  # type: ignore[arg-type]
+            loss = self.base_optimizer.step(closure)
         else:
             loss = None
             if closure is not None:
@@ -358,9 +356,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Give a parameter that was frozen at construction its host copy."""
         (resting,) = host.add([param])
         for mine, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
-            base["params"] = [
-                resting if p is param else b for p, b in zip(mine["params"], base["params"], strict=True)
-            ]
+            base["params"] = [resting if p is param else b for p, b in zip(mine["params"], base["params"], strict=True)]
 
     # Memory
 

@@ -75,7 +75,7 @@ def _param(entry: Any) -> Tensor:
     return entry[1] if isinstance(entry, tuple) else entry
 
 
-def _torchao_class() -> type[torch.optim.Optimizer]:
+def _torchao_class() -> Any:
     """torchao's class with refusals; made on first use, because importing torchao takes a second."""
     from torchao.optim import CPUOffloadOptimizer
 

@@ -98,9 +98,7 @@ class FullFinetuneRecipeSingleDevice:
         self.device, reason = find_device(settings.device)
         self.dtype = find_dtype(settings.dtype, self.device)
         say(reason)
-        self.checkpoints = CheckpointManager(
-            settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n
-        )
+        self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
         self.seed = set_seed(
@@ -306,9 +304,7 @@ class FullFinetuneRecipeSingleDevice:
 
     def save_checkpoint(self) -> Path:
         """Save the model and all that a resume needs; returns the folder."""
-        return self.checkpoints.save(
-            self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state()
-        )
+        return self.checkpoints.save(self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state())
 
     def recipe_state(self) -> dict[str, Any]:
         """What a resume needs beside the model."""

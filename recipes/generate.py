@@ -2,9 +2,9 @@
 
 Features, each behind the configuration key of that name:
 
-- ``checkpointer.checkpoint_dir``: a training run's ``output_dir`` (its newest checkpoint is taken), one of its
-  ``step_<n>`` folders, or any checkpoint in Hugging Face's format. A checkpoint that holds an adapter alone is
-  merged, in memory, into the base model that it was trained on.
+- ``checkpointer.checkpoint_dir``: a training run's ``output_dir`` (its newest checkpoint is taken), one of
+  its ``step_<n>`` folders, or any checkpoint in Hugging Face's format. A checkpoint that holds an adapter
+  alone is merged, in memory, into the base model that it was trained on.
 - ``prompt.user``, ``prompt.system``: brought into the tokenizer's prompt template, as in training.
 - ``temperature``, ``top_k``, ``max_new_tokens``, ``seed``: how tokens are chosen, and how many.
 - ``enable_kv_cache``: time against memory.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -98,7 +98,8 @@ class GenerateRecipe:
         _tell(reason)
         self.tokenizer = instantiate(settings.tokenizer)
         self.prompt = self._tokens_of_prompt()
-        with tempfile.TemporaryDirectory() as scratch:  # what loads checkpoints also wants a place to save them
+        # What loads checkpoints also wants a place to save them.
+        with tempfile.TemporaryDirectory() as scratch:
             weights, source = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
             self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
             load_weights(self.model, weights, source=str(source))
@@ -153,10 +154,10 @@ class GenerateRecipe:
         context, length, wanted = self.model.max_seq_len, self.prompt.numel(), self.settings.max_new_tokens
         if length >= context:
             raise UserError(
-                f"prompt.user: the prompt has {length} tokens and the model's context {context}: shorten the prompt"
+                f"prompt.user: the prompt has {length} tokens and the model's context {context}: shorten it"
             )
         if length + wanted > context:
-            _tell(f"max_new_tokens={wanted} does not fit behind {length} tokens of prompt: using {context - length}")
+            _tell(f"max_new_tokens={wanted} does not fit behind the prompt's {length}: using {context - length}")
         return min(wanted, context - length)
 
     def cleanup(self, exit_code: int) -> None:
@@ -170,7 +171,7 @@ def load_checkpoint(
 
     Args:
         section: the config's ``checkpointer``.
-        base_checkpoint_dir: for a checkpoint that is an adapter alone, in place of the folder it was trained from.
+        base_checkpoint_dir: base of a checkpoint that is an adapter alone; None: where its training had it.
         scratch: an empty folder that may be written to.
 
     Returns:
@@ -182,8 +183,8 @@ def load_checkpoint(
     folder = Path(str(section.checkpoint_dir)).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(
-            f"checkpointer.checkpoint_dir: there is no folder {folder}: give the output_dir of a training run, one of "
-            "its step_<n> folders, or a downloaded checkpoint"
+            f"checkpointer.checkpoint_dir: there is no folder {folder}: give a training run's output_dir, "
+            "one of its step_<n> folders, or a downloaded checkpoint"
         )
     newest = newest_checkpoint(folder)
     if newest is not None:
@@ -199,7 +200,7 @@ def load_checkpoint(
     base = Path(base_checkpoint_dir or training["checkpointer"]["checkpoint_dir"]).expanduser().absolute()
     if not base.is_dir():
         raise UserError(
-            f"base_checkpoint_dir: {folder} holds an adapter alone, and the model that it was trained on is no longer "
+            f"base_checkpoint_dir: {folder} holds an adapter alone, and its base model is no longer "
             f"in {base}: give the folder where it is now"
         )
     _tell(f"{folder.name} is an adapter: merging it into {base}")
@@ -221,7 +222,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def merge(base: dict[str, Tensor], adapter: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """``base`` with a LoRA or DoRA adapter added into its weights; computed in fp32, kept in the base's dtype.
+    """``base`` with a LoRA or DoRA adapter added into its weights: fp32 arithmetic, the base's dtype.
 
     Args:
         base: torchtune's names, e.g. ``layers.0.attn.q_proj.weight`` [out, in].

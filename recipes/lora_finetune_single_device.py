@@ -106,9 +106,7 @@ class LoRAFinetuneRecipeSingleDevice:
         self.device, reason = find_device(settings.device)
         self.dtype = find_dtype(settings.dtype, self.device)
         say(reason)
-        self.checkpoints = CheckpointManager(
-            settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n
-        )
+        self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
         self.seed = set_seed(

@@ -154,9 +154,7 @@ def test_lazy_attribute_that_fails(folder: Path) -> None:
         "    if name == 'build': raise ImportError('needs a compiler')\n"
         "    raise AttributeError(name)\n"
     )
-    assert "loading my_component_g.build failed: ImportError: needs a compiler" in error_of(
-        "my_component_g.build"
-    )
+    assert "loading my_component_g.build failed: ImportError: needs a compiler" in error_of("my_component_g.build")
     assert "has no 'other'" in error_of("my_component_g.other")
 
 

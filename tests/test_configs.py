@@ -28,11 +28,20 @@ torchao_shim.install()
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 METHODS = ("offload", "lora", "qlora", "paged", "generate")
-PROMISED = """
+PROMISED_NAMES = """
 llama2_7b_offload llama2_7b_lora llama2_7b_qlora llama2_7b_paged llama2_7b_generate llama2_13b_offload
 llama3_1_8b_offload llama3_2_1b_offload llama3_2_3b_offload phi3_mini_offload qwen2_5_0_5b_offload
 qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload tiny_llama_offload tiny_llama_lora tiny_llama_generate
-""".split()
+"""
+PROMISED = PROMISED_NAMES.split()
+
+# What they cost or save must stand beside them.
+KNOB_NAMES = """
+batch_size max_seq_len packed enable_activation_checkpointing enable_activation_offloading compile dtype
+gradient_accumulation_steps save_every_n_steps num_output_chunks strategy offload_gradients lora_rank
+enable_kv_cache max_new_tokens
+"""
+KNOBS = KNOB_NAMES.split()
 
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 training_configs = pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def _components(node: Any, key: str = "") -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-# ---- the set ---------------------------------------------------------------------------------------------------
+# ---- the set -----------------------------------------------------------------------------------------------
 
 
 def test_all_promised_configs_are_there_and_the_glob_is_recursive(tmp_path: Path) -> None:
@@ -101,13 +110,11 @@ def test_no_two_runs_write_to_the_same_folder() -> None:
             assert output_dir == f"outputs/{path.stem}"
 
 
-# ---- against the recipes' schemas and the components' signatures -----------------------------------------------
+# ---- against the recipes' schemas and the components' signatures -------------------------------------------
 
 
 @every_config
-def test_well_formed_for_its_recipe(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_well_formed_for_its_recipe(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tiny.HOME_VARIABLE, str(tmp_path / "home"))
     schema = _recipe(_recipe_name(path)).Settings
     notes: list[str] = []
@@ -150,7 +157,7 @@ def test_lr_scheduler_and_loss_construct(path: Path) -> None:
     assert isinstance(instantiate(cfg.loss), torch.nn.Module)
 
 
-# ---- the model -------------------------------------------------------------------------------------------------
+# ---- the model ---------------------------------------------------------------------------------------------
 
 # Parameters of the published models, in millions, from their model cards or the sum over their weight files.
 PUBLISHED = {
@@ -218,7 +225,7 @@ def test_paged_differs_from_offload_in_the_optimizer_alone() -> None:
         assert offload["optimizer"][key] == paged["optimizer"][key]
 
 
-# ---- the header ------------------------------------------------------------------------------------------------
+# ---- the header --------------------------------------------------------------------------------------------
 
 
 def _commands(path: Path) -> list[list[str]]:
@@ -236,9 +243,10 @@ def _checkable(overrides: list[str]) -> list[str]:
 def test_header_commands(path: Path) -> None:
     commands = _commands(path)
     runs = [command for command in commands if command[1] == "run"]
-    own = [command for command in runs if path.stem in command]
-    assert ["tune", "run", _recipe_name(path), "--config", path.stem] in [run[:5] for run in own]
-    assert any(len(run) > 5 for run in own)  # one with overrides
+    own = [command for command in runs if command[2] == _recipe_name(path)]
+    assert {command[4] for command in own} == {path.stem}
+    assert any(command[3:] == ["--config", path.stem] for command in own) or path.stem.endswith("_generate")
+    assert any(len(command) > 5 for command in own)  # one with overrides
     for _, _, recipe, option, config, *overrides in runs:
         assert option == "--config"
         assert _recipe_name(registry.find_config(config).path) == recipe
@@ -271,13 +279,10 @@ def test_header_download(path: Path) -> None:
 
 @every_config
 def test_every_knob_of_cost_is_explained(path: Path) -> None:
-    knobs = """batch_size max_seq_len packed enable_activation_checkpointing enable_activation_offloading compile dtype
-        gradient_accumulation_steps save_every_n_steps num_output_chunks strategy offload_gradients lora_rank
-        enable_kv_cache max_new_tokens""".split()
     seen = set()
     for line in path.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
         key = line.strip().partition(":")[0]
         # Tiny configs take the dtype of their checkpoint. Where a key comes twice, the first one explains it.
-        if key in knobs and key not in seen and not (key == "dtype" and path.stem.startswith("tiny")):
+        if key in KNOBS and key not in seen and not (key == "dtype" and path.stem.startswith("tiny")):
             assert "  # " in line, line
         seen.add(key)

@@ -93,12 +93,7 @@ def violations(module: str, path: Path) -> list[str]:
         where = f"{path.relative_to(ROOT)}:{imported.line} imports {imported.module}"
         top = imported.module.split(".")[0]
         if module in DOORS:
-            if (
-                top == "offload"
-                and imported.module not in DOORS
-                and not imported.late
-                and module != "offload.__main__"
-            ):
+            if top == "offload" and imported.module not in DOORS and not imported.late and module != "offload.__main__":
                 found.append(f"{where}: not before it is needed")
             continue
         mine = room(module)
@@ -176,11 +171,7 @@ def test_recipes_import_neither_each_other_nor_the_command(recipe):
 
 @pytest.mark.parametrize(
     "module",
-    [
-        module
-        for module in modules()
-        if f"{module}.".startswith(tuple(f"{m}." for m in LIGHT)) or module == "offload"
-    ],
+    [module for module in modules() if f"{module}.".startswith(tuple(f"{m}." for m in LIGHT)) or module == "offload"],
 )
 def test_what_every_start_imports_is_light(module):
     """Only the standard library and this package, outside of functions."""
@@ -209,9 +200,7 @@ opt.step()
 opt.synchronize()
 print(p.tolist())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "[0.5, 0.5, 0.5, 0.5]\n"), done.stderr
 
 

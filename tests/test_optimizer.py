@@ -37,9 +37,9 @@ def memory(request: pytest.FixtureRequest) -> str:
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(50, 24), nn.Linear(24, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 7)
-    ).to(dtype)
+    return nn.Sequential(nn.Embedding(50, 24), nn.Linear(24, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 7)).to(
+        dtype
+    )
 
 
 def batches(accumulation: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -76,9 +76,7 @@ def train_plain(
     return model
 
 
-def train_offloaded(
-    optimizer_class: str, accumulation: int, clip: float | None, **kwargs: Any
-) -> nn.Module:
+def train_offloaded(optimizer_class: str, accumulation: int, clip: float | None, **kwargs: Any) -> nn.Module:
     model = make_model(kwargs.pop("dtype", torch.float32))
     optimizer = OffloadOptimizer(model.parameters(), optimizer_class, **kwargs)
     for step in batches(accumulation):
@@ -340,9 +338,7 @@ def test_rescaling_a_gradient_on_the_device_takes_effect(memory: str, strategy: 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_without_zero_grad_and_with_zeroing(
-    memory: str, strategy: dict[str, Any], set_to_none: bool
-) -> None:
+def test_gradients_without_zero_grad_and_with_zeroing(memory: str, strategy: dict[str, Any], set_to_none: bool) -> None:
     """As in torch: gradients stay until they are dropped or zeroed, by the optimizer or by the model."""
     models = [make_model(), make_model()]
     optimizers = [

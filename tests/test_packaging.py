@@ -14,12 +14,8 @@ import pytest
 
 import offload
 
-hatchling_sdist = pytest.importorskip(
-    "hatchling.builders.sdist", reason="the build backend: pip install -e .[dev]"
-)
-hatchling_wheel = pytest.importorskip(
-    "hatchling.builders.wheel", reason="the build backend: pip install -e .[dev]"
-)
+hatchling_sdist = pytest.importorskip("hatchling.builders.sdist", reason="the build backend: pip install -e .[dev]")
+hatchling_wheel = pytest.importorskip("hatchling.builders.wheel", reason="the build backend: pip install -e .[dev]")
 
 ROOT = Path(__file__).parents[1]
 WHEEL = f"tune_offload-{offload.__version__}-py3-none-any.whl"
@@ -51,9 +47,7 @@ def files(*patterns: str) -> set[str]:
 
 def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return {
-            name for name in archive.namelist() if not name.startswith(f"tune_offload-{offload.__version__}.")
-        }
+        return {name for name in archive.namelist() if not name.startswith(f"tune_offload-{offload.__version__}.")}
 
 
 def test_a_wheel_holds_the_package_with_recipes_and_configs_inside(wheel):

@@ -29,18 +29,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("repo_id", help="such as meta-llama/Llama-2-7b-hf; for Kaggle, a model handle")
     parser.add_argument("--output-dir", type=Path, help="where to put the files (default: /tmp/<model name>)")
-    parser.add_argument(
-        "--hf-token", help="for gated models on Hugging Face (default: $HF_TOKEN or the login)"
-    )
+    parser.add_argument("--hf-token", help="for gated models on Hugging Face (default: $HF_TOKEN or the login)")
     parser.add_argument(
         "--ignore-patterns",
         action="append",
         metavar="PATTERN",
         help="leave out files that match, such as '*.bin'; may be given more than once (Hugging Face only)",
     )
-    parser.add_argument(
-        "--source", choices=["huggingface", "kaggle"], default="huggingface", help="which hub"
-    )
+    parser.add_argument("--source", choices=["huggingface", "kaggle"], default="huggingface", help="which hub")
     parser.add_argument("--kaggle-username", help="for private or gated models on Kaggle")
     parser.add_argument("--kaggle-api-key", help="for private or gated models on Kaggle")
     parser.set_defaults(execute=_download)

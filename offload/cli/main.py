@@ -132,9 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("run", help="run a recipe with a config", add_help=False)
 
-    ls = commands.add_parser(
-        "ls", help="list recipes and configs", description="Lists recipes and their configs."
-    )
+    ls = commands.add_parser("ls", help="list recipes and configs", description="Lists recipes and their configs.")
     ls.add_argument("pattern", nargs="?", help="only what has this in its recipe's or config's name")
     ls.set_defaults(execute=_ls)
 
@@ -150,13 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     cp.add_argument("--make-parents", action="store_true", help="make the destination's missing folders")
     cp.set_defaults(execute=_cp)
 
-    cat = commands.add_parser(
-        "cat", help="print a config or recipe", description="Prints a config or recipe."
-    )
+    cat = commands.add_parser("cat", help="print a config or recipe", description="Prints a config or recipe.")
     cat.add_argument("name", help="a config or recipe from `tune ls`, or a path")
-    cat.add_argument(
-        "--sort", action="store_true", help="a config's keys in alphabetical order, without comments"
-    )
+    cat.add_argument("--sort", action="store_true", help="a config's keys in alphabetical order, without comments")
     cat.set_defaults(execute=_cat)
 
     validate = commands.add_parser(
@@ -272,8 +266,7 @@ def _split_run(arguments: list[str]) -> _RunArguments:
         raise UserError(f"which recipe? For example: {example}; `tune ls` lists all of them")
     if config is None:
         raise UserError(
-            f"which config? For example: tune run {words[at]} --config NAME; "
-            f"`tune ls` lists the configs of each recipe"
+            f"which config? For example: tune run {words[at]} --config NAME; `tune ls` lists the configs of each recipe"
         )
     return _RunArguments(words[:at], words[at], config, words[at + 1 :])
 
@@ -313,9 +306,7 @@ def _run(arguments: list[str]) -> int:
     if run.torchrun:
         if recipe.path.parent == registry.recipes_dir():
             raise UserError(_single_device(recipe.name, run.torchrun))
-        return torchtune(
-            ["run", *run.torchrun, _importable(recipe.path), "--config", str(config.path), *run.rest]
-        )
+        return torchtune(["run", *run.torchrun, _importable(recipe.path), "--config", str(config.path), *run.rest])
     return _execute(recipe.path, ["--config", str(config.path), *run.rest])
 
 

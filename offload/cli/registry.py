@@ -227,9 +227,7 @@ def _not_found(kind: str, name: str, suffix: str, candidates: Iterable[str]) -> 
 
     path = Path(name).expanduser()
     if path.is_dir():
-        return UserError(
-            f"{name} is a folder; a {kind} is a name from `tune ls` or the path of a {suffix} file"
-        )
+        return UserError(f"{name} is a folder; a {kind} is a name from `tune ls` or the path of a {suffix} file")
     candidates = list(candidates)
     # A path that leads nowhere may have been meant as a name, and its last part is what was misspelt.
     near = nearest(name.removesuffix(suffix), candidates) or nearest(path.stem, candidates)

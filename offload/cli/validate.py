@@ -50,9 +50,7 @@ def validate(name: str, overrides: Sequence[str], *, recipe: str | None = None) 
 
     best, problems = min(failures, key=lambda failure: len(failure[1].lines))
     if len(candidates) > 1:
-        raise UserError(
-            f"{problems}\nchecked as a config of {best.name}: --recipe NAME chooses another recipe"
-        )
+        raise UserError(f"{problems}\nchecked as a config of {best.name}: --recipe NAME chooses another recipe")
     raise problems
 
 

@@ -29,7 +29,7 @@ class TakenGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, host: Tensor, wait: Callable[[], None]) -> TakenGradient:
-        marker: TakenGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        marker: TakenGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, strides=like.stride()
         )
         marker.host = host
@@ -37,11 +37,13 @@ class TakenGradient(Tensor):
         marker.wait = wait
         return marker
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype}, resting on the host)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0]
         if isinstance(first, cls):
             in_backward = torch._C._current_graph_task_id() != -1
@@ -59,6 +61,7 @@ class TakenGradient(Tensor):
             "would have no effect. Clip with optimizer.clip_grad_norm_(max_norm), normalise the loss before "
             "backward(), or build the optimizer with offload_gradients=False."
         )
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

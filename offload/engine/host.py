@@ -92,7 +92,7 @@ class HostStrategy:
         """Where ``param`` is updated; the parameter itself if it is frozen."""
         return self._host.get(param, param)
 
-    def device_parameter(self, host: nn.Parameter) -> nn.Parameter:
+    def device_parameter(self, host: Tensor) -> Tensor:
         """The inverse of :meth:`host_parameter`."""
         return self._device_of.get(host, host)
 
@@ -121,7 +121,7 @@ class HostStrategy:
 
     # Gradients
 
-    def _gradient_ready(self, param: nn.Parameter) -> None:
+    def _gradient_ready(self, param: Tensor) -> None:
         """Runs in backward, each time autograd has finished a parameter's gradient."""
         gradient = param.grad
         if gradient is None:
@@ -260,17 +260,16 @@ class HostStrategy:
                 if source is not gradient or version != gradient._version:
                     self._fetch(param, gradient)
                 ready[param] = self._gradient_buffers[param]
-        arrived_first = [p for p in self._arrivals if p in ready]
-        rest = [p for p in ready if p not in self._arrivals]
-        for param in (*arrived_first, *rest):
+        arrival = {param: position for position, param in enumerate(self._arrivals)}
+        for param in sorted(ready, key=lambda p: arrival.get(p, len(arrival))):
             if param in self._arrivals:
                 self._arrivals[param][0].synchronize()
             if param in self._uploads:
                 self._uploads.pop(param).synchronize()
-            gradient = ready[param]
+            host_gradient = ready[param]
             if scale is not None:
-                gradient.mul_(scale.to(gradient.device))
-            yield param, gradient
+                host_gradient.mul_(scale.to(host_gradient.device))
+            yield param, host_gradient
 
     def upload(self, param: nn.Parameter) -> None:
         """Queue the copy of the updated host parameter to the device; the next forward waits for it."""

@@ -130,9 +130,7 @@ def read_base(section: Mapping[str, Any]) -> BaseCheckpoint:
     _check_section(values)
     directory = Path(str(values["checkpoint_dir"])).expanduser().absolute()
     if not directory.is_dir():
-        raise UserError(
-            f"checkpointer.checkpoint_dir: there is no folder {directory}: {_download_hint(directory)}"
-        )
+        raise UserError(f"checkpointer.checkpoint_dir: there is no folder {directory}: {_download_hint(directory)}")
     model_type = _model_type(values["model_type"])
     config_text, config = _read_config(directory, model_type)
     given = values.get("checkpoint_files")
@@ -216,9 +214,7 @@ def _read_config(directory: Path, model_type: str) -> tuple[str, dict[str, Any]]
         text = path.read_text(encoding="utf-8")
         config = json.loads(text)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"checkpointer.checkpoint_dir: cannot read {path}: {error}: download it again"
-        ) from error
+        raise UserError(f"checkpointer.checkpoint_dir: cannot read {path}: {error}: download it again") from error
     missing = [key for key in _CONFIG_KEYS if not isinstance(config, dict) or key not in config]
     if missing:
         raise UserError(
@@ -253,15 +249,12 @@ def _given_files(directory: Path, given: Any) -> tuple[str, ...]:
             names = []
         if pattern.count("{}") != 2 or not names:
             raise UserError(
-                f"{key}.filename_format: got {pattern!r}, expected two {{}} as in "
-                "'model-{}-of-{}.safetensors'"
+                f"{key}.filename_format: got {pattern!r}, expected two {{}} as in 'model-{{}}-of-{{}}.safetensors'"
             )
     elif isinstance(given, (list, tuple)) and given and all(isinstance(name, str) for name in given):
         names = list(given)
     else:
-        raise UserError(
-            f"{key}: got {given!r}, expected a list of file names; leave it out to have them found"
-        )
+        raise UserError(f"{key}: got {given!r}, expected a list of file names; leave it out to have them found")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise UserError(f"{key}: {_missing_message(directory, names, missing)}")
@@ -282,9 +275,7 @@ def _find_files(directory: Path) -> tuple[str, ...]:
             return (single,)
     if incomplete is not None:
         index, names, missing = incomplete
-        raise UserError(
-            f"checkpointer.checkpoint_dir: {index}: {_missing_message(directory, list(names), missing)}"
-        )
+        raise UserError(f"checkpointer.checkpoint_dir: {index}: {_missing_message(directory, list(names), missing)}")
     for suffix in (".safetensors", ".bin"):
         names = tuple(
             sorted(

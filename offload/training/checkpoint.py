@@ -86,18 +86,14 @@ class CheckpointManager:
     ) -> None:
         torchao_shim.install()
         if keep_last_n is not None and (isinstance(keep_last_n, bool) or keep_last_n < 1):
-            raise UserError(
-                f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints"
-            )
+            raise UserError(f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints")
         self.keep_last_n = keep_last_n
         self.output_dir = Path(output_dir).expanduser().absolute()
         self.base = base_checkpoint.read_base(checkpointer)
         _check_apart(self.base.directory, self.output_dir)
         _check_writable(self.output_dir)
         # Made once: the base checkpoint's weight files may be gone by the time a checkpoint is saved.
-        self._torchtune = _torchtune_checkpointer(
-            self.base.directory, self.base.files, self.base, self.output_dir
-        )
+        self._torchtune = _torchtune_checkpointer(self.base.directory, self.base.files, self.base, self.output_dir)
 
     # ----------------------------------------------------------------------------------------- loading
 
@@ -256,9 +252,7 @@ class CheckpointManager:
             # Hours into a run, weights without a tokenizer beat no weights.
             logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, folder)
 
-    def _write_adapter(
-        self, folder: Path, adapter: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
-    ) -> None:
+    def _write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> None:
         if self.base.model_type in peft_adapter.UNSUPPORTED_TYPES:
             logger.warning(
                 "peft has no counterpart for adapters of %s, whose projections Hugging Face's model fuses: "
@@ -345,9 +339,7 @@ def _torchtune_checkpointer(
     return checkpointer
 
 
-def _load_model(
-    checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path
-) -> dict[str, Tensor]:
+def _load_model(checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path) -> dict[str, Tensor]:
     try:
         with _quiet_torchtune():
             model = checkpointer.load_checkpoint()["model"]
@@ -499,9 +491,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"{path / MANIFEST_NAME} is damaged: resume from another checkpoint") from error
     if version != FORMAT:
-        raise UserError(
-            f"{path} was written by another version of tune-offload (format {version}, this is {FORMAT})"
-        )
+        raise UserError(f"{path} was written by another version of tune-offload (format {version}, this is {FORMAT})")
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():

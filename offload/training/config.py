@@ -81,9 +81,7 @@ from offload.training.config_yaml import KeyPath, dotted, read_yaml, walk
 S = TypeVar("S")
 
 
-def load_config(
-    path: Path, overrides: Sequence[str], *, notes: list[str], schema: type | None = None
-) -> DictConfig:
+def load_config(path: Path, overrides: Sequence[str], *, notes: list[str], schema: type | None = None) -> DictConfig:
     """The YAML file with the overrides applied, interpolations not yet resolved.
 
     Overrides, in the order given:
@@ -221,9 +219,7 @@ def _how_to_set(here: KeyPath, annotation: Any) -> str:
     return f"set {dotted(here)} ({describe(annotation)})"
 
 
-def _check_value(
-    value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPath], problems: list[str]
-) -> None:
+def _check_value(value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPath], problems: list[str]) -> None:
     key = dotted(at)
     members, markers = members_of(annotation)
     if isinstance(value, Unknown):
@@ -295,9 +291,7 @@ def _check_component(section: Mapping[str, Any], at: KeyPath, passes: Passes, pr
         return
     try:
         component = _callable(path, f"{key}._component_")
-        known = {
-            name: value for name, value in arguments.items() if not isinstance(value, (Unknown, Missing))
-        }
+        known = {name: value for name, value in arguments.items() if not isinstance(value, (Unknown, Missing))}
         if len(known) < len(arguments) and hasattr(component, "config_signature"):
             return  # what it takes may depend on what is not known yet
         signature = components.signature_of(component, known)
@@ -335,12 +329,8 @@ def _check_component(section: Mapping[str, Any], at: KeyPath, passes: Passes, pr
         if parameter is None:
             problems.append(f"{dotted(here)}: {path} does not take {name!r}; {_rename(name, here, settable)}")
         elif isinstance(value, Missing):
-            problems.append(
-                f"{dotted(here)}: required: set {dotted(here)} ({describe(annotation_of(parameter))})"
-            )
-        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD and not fits(
-            annotation_of(parameter), value
-        ):
+            problems.append(f"{dotted(here)}: required: set {dotted(here)} ({describe(annotation_of(parameter))})")
+        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD and not fits(annotation_of(parameter), value):
             problems.append(f"{dotted(here)}: {type_problem(annotation_of(parameter), value)}")
     given = {*arguments, *passes.keywords, *passes.optional_keywords}
     missing = [
@@ -426,9 +416,7 @@ def _to_value(value: Any, annotation: Any, at: KeyPath) -> Any:
     return coerced(value, annotation)
 
 
-def load_and_check(
-    path: Path, overrides: Sequence[str], schema: type[S], notes: list[str]
-) -> tuple[DictConfig, S]:
+def load_and_check(path: Path, overrides: Sequence[str], schema: type[S], notes: list[str]) -> tuple[DictConfig, S]:
     """:func:`load_config`, :func:`check_config` and :func:`to_settings`; raises their UserErrors."""
     cfg = load_config(path, overrides, notes=notes, schema=schema)
     check_config(cfg, schema)
@@ -479,9 +467,7 @@ def _build(
     section: Any, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: Mapping[str, Any]
 ) -> Any:
     if not isinstance(section, dict) or "_component_" not in section:
-        raise UserError(
-            f"{key}: expected _component_, the dotted path of what to build: set {key}._component_"
-        )
+        raise UserError(f"{key}: expected _component_, the dotted path of what to build: set {key}._component_")
     path = section["_component_"]
     component = _callable(path, f"{key}._component_")
     given = arguments_of(section)

@@ -38,9 +38,7 @@ class _Typed:
 _SHAPE = "expected key=value, +key=value or ~key"
 
 
-def apply_overrides(
-    overrides: Sequence[str], tree: dict[str, Any], schema: type | None
-) -> dict[KeyPath, _Typed]:
+def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], schema: type | None) -> dict[KeyPath, _Typed]:
     """Applies the overrides to ``tree``; returns those that set a key."""
     typed: dict[KeyPath, _Typed] = {}
     problems: list[str] = []
@@ -141,8 +139,7 @@ def _set(tree: dict[str, Any], at: KeyPath, value: Any, override: str) -> None:
         inner = container[index]
         if not isinstance(inner, (dict, list)):
             raise UserError(
-                f"override {override}: {dotted(at[: depth + 1])} is {inner!r}, "
-                f"which has no key {at[depth + 1]!r}"
+                f"override {override}: {dotted(at[: depth + 1])} is {inner!r}, which has no key {at[depth + 1]!r}"
             )
         container = inner
 
@@ -159,9 +156,7 @@ def _remove(tree: dict[str, Any], at: KeyPath) -> None:
     del container[index_in(container, at[-1])]
 
 
-def take_text_where_only_text_fits(
-    tree: dict[str, Any], typed: dict[KeyPath, _Typed], schema: type | None
-) -> None:
+def take_text_where_only_text_fits(tree: dict[str, Any], typed: dict[KeyPath, _Typed], schema: type | None) -> None:
     """``name=2024`` for a key that wants text is the text "2024"; null stays null."""
     for at, each in typed.items():
         if not exists_at(tree, at):

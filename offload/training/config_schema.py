@@ -197,9 +197,7 @@ def type_problem(annotation: Any, value: Any) -> str:
     """What is wrong with a value that does not fit."""
     message = f"expected {describe(annotation)}, got {_shown(value)}"
     members, _ = members_of(annotation)
-    choices = [
-        str(a) for each in members if typing.get_origin(each) is Literal for a in typing.get_args(each)
-    ]
+    choices = [str(a) for each in members if typing.get_origin(each) is Literal for a in typing.get_args(each)]
     near = nearest(str(value), choices) if choices else None
     if near:
         return f"{message}; did you mean {near}?"
@@ -253,9 +251,7 @@ def section_type(annotation: Any) -> type | None:
 
 
 def _is_component_list(annotation: Any) -> bool:
-    return (
-        typing.get_origin(annotation) is list and Component in members_of(typing.get_args(annotation)[0])[0]
-    )
+    return typing.get_origin(annotation) is list and Component in members_of(typing.get_args(annotation)[0])[0]
 
 
 def component_annotation(annotation: Any) -> Any:
@@ -335,10 +331,7 @@ def slot_of(schema: type | None, tree: Any, at: KeyPath) -> Any:
                 parameter = parameter_for(signature, str(part))
                 if parameter is None:
                     return UNKNOWN_KEY
-                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                    annotation = FREE
-                else:
-                    annotation = annotation_of(parameter)
+                annotation = FREE if parameter.kind is inspect.Parameter.VAR_KEYWORD else annotation_of(parameter)
         elif annotation is None or annotation is FREE:
             # No schema: nothing can be said, and check_config will.
             annotation = FREE if annotation is FREE else None

@@ -68,9 +68,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         hint = f"; did you mean {path.parent / near}?" if near else "; `tune ls` lists the configs"
         raise UserError(f"config file {path} does not exist{hint}") from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"config file {path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
-        ) from None
+        raise UserError(f"config file {path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
     try:
@@ -96,9 +94,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         # Integers stay: a component may want a mapping from numbers.
         wrong = [at for at, _ in walk(tree) if not isinstance(at[-1], (str, int)) or isinstance(at[-1], bool)]
     except RecursionError:
-        raise UserError(
-            f"{path}: an anchor (&name) contains a reference to itself (*name): remove it"
-        ) from None
+        raise UserError(f"{path}: an anchor (&name) contains a reference to itself (*name): remove it") from None
     problems = [
         f"{path}: key {dotted(at)} is a {type(at[-1]).__name__} in YAML, expected text: put it in quotes"
         for at in wrong

@@ -135,7 +135,7 @@ class Batches:
         batches = [order[i * self._batch_size : (i + 1) * self._batch_size] for i in range(start, len(self))]
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
-            batch_sampler=batches,  # type: ignore[arg-type]
+            batch_sampler=batches,
             collate_fn=self._collate,
             num_workers=self._num_workers,
             # The loader draws a seed for its workers; from here, it leaves the run's own generator alone.
@@ -169,7 +169,7 @@ def build_batches(
     from torchtune.data import padded_collate_packed
     from torchtune.datasets import ConcatDataset, PackedDataset
 
-    sections = list(section) if isinstance(section, list | ListConfig) else [section]
+    sections: list[Any] = list(section) if isinstance(section, list | ListConfig) else [section]
     datasets = [_build_dataset(one, tokenizer, key) for one in sections]
     packed = [isinstance(dataset, PackedDataset) for dataset in datasets]
     if any(packed) and not all(packed):

@@ -59,11 +59,12 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Every generator's state that a training step can draw from."""
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    legacy: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),  # type: ignore[union-attr]
+        "numpy": (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),
     }
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)

@@ -92,7 +92,10 @@ class Interrupt:
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
-        self._writer.close()  # the watcher reads what is left, then an end of file, and returns
+        # The watcher reads what is left, then an end of file, and returns. Closing is not enough for that: workers
+        # of a data loader that still live have the descriptor too.
+        self._writer.shutdown(socket.SHUT_RDWR)
+        self._writer.close()
         if self._watcher is not None:
             self._watcher.join()
         self._previous.clear()
@@ -117,9 +120,7 @@ class Interrupt:
                 if seen > 1:
                     _exit_now(number)
                 name = signal.Signals(number).name
-                _write_line(
-                    f"{name}: finishing the step and saving; once more to exit at once without saving"
-                )
+                _write_line(f"{name}: finishing the step and saving; once more to exit at once without saving")
 
 
 def _write_line(line: str) -> None:

@@ -45,6 +45,7 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
     arguments = parser.parse_args(argv)
     try:
         notes: list[str] = []
+        settings: Any
         cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -75,7 +76,8 @@ def _quieten() -> None:
         import tqdm
 
         # The variable TQDM_DISABLE is read when tqdm is imported, which is long past.
-        tqdm.tqdm.__init__ = functools.partialmethod(tqdm.tqdm.__init__, disable=True)  # type: ignore[assignment]
+        if not isinstance(vars(tqdm.tqdm)["__init__"], functools.partialmethod):
+            tqdm.tqdm.__init__ = functools.partialmethod(tqdm.tqdm.__init__, disable=True)
 
 
 def _run(recipe: Recipe) -> int:

@@ -28,8 +28,8 @@ def load_base_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source
     adapter = get_adapter_params(model)
     if not adapter:
         raise UserError(
-            "model: it has no LoRA layers to train; use a lora_* builder such as torchtune.models.llama2.lora_llama2_7b "
-            "with lora_attn_modules, or the recipe full_finetune_single_device"
+            "model: it has no LoRA layers to train; use a lora_* builder such as "
+            "torchtune.models.llama2.lora_llama2_7b with lora_attn_modules, or the recipe full_finetune_single_device"
         )
     set_trainable_params(model, adapter)
     missing = {name: param.detach() for name, param in model.named_parameters() if name in adapter}

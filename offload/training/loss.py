@@ -97,7 +97,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, factor: Tensor) -> Any:
         flat_gradient, *gradients = ctx.saved_tensors
         scaled = [gradient * factor.to(gradient.dtype) for gradient in (flat_gradient, *gradients)]
         return scaled[0], None, None, None, *scaled[1:]
@@ -116,9 +116,9 @@ class SummedLoss:
         compile: compile the loss with torch.compile.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module, *, compile: bool = False) -> None:
-        self._model: Any = model
-        self._loss: Any = loss
+    def __init__(self, model: Any, loss: Any, *, compile: bool = False) -> None:
+        self._model = model
+        self._loss = loss
         self.ignore_index: int = getattr(loss, "ignore_index", IGNORE_INDEX)
         self._fused = isinstance(loss, LinearCrossEntropyLoss)
         if self._fused:
@@ -132,7 +132,7 @@ class SummedLoss:
         # torchtune 0.6.1 has no switch for it: the decoder's own unembed() would apply the head.
         model = self._model
         head = getattr(model.output, "tied_module", model.output)
-        self._head_parameters = list(head.parameters())
+        self._head_parameters: list[nn.Parameter] = list(head.parameters())
         # A function, because assigning the module itself would register it a second time.
         model.unembed = lambda hidden: model.norm(hidden)
 

@@ -46,8 +46,7 @@ def peak_memory(device: torch.device | str, pinned_bytes: int = 0) -> dict[str, 
     """
     statistics = device_statistics(torch.device(device))
     values = {
-        f"memory/device_peak_{word}_gib": statistics.get(name, 0) / GIB
-        for word, name in _DEVICE_STATISTICS.items()
+        f"memory/device_peak_{word}_gib": statistics.get(name, 0) / GIB for word, name in _DEVICE_STATISTICS.items()
     }
     values["memory/host_rss_peak_gib"] = host_peak_bytes() / GIB
     values["memory/host_pinned_gib"] = pinned_bytes / GIB

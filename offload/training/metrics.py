@@ -130,9 +130,7 @@ class MetricLog:
         written = self._file.write(line)
         if written != len(line):
             self._file.truncate(start)
-            raise OSError(
-                f"{self.path}: only {written} of {len(line)} bytes could be written: is the disk full?"
-            )
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written: is the disk full?")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -265,10 +263,7 @@ class _MirrorThread:
         """Waits for the queued calls, at most ``seconds``; tells if they were not done by then."""
         self._thread.join(0 if self._failed.is_set() else seconds)
         if self._thread.is_alive():
-            _warn(
-                f"{self._name} did not finish within {seconds:g} s and is left behind; "
-                f"{METRICS_FILE} is complete."
-            )
+            _warn(f"{self._name} did not finish within {seconds:g} s and is left behind; {METRICS_FILE} is complete.")
             abandon = getattr(self._mirror, "abandon", None)
             if abandon is not None:
                 abandon()
@@ -336,9 +331,7 @@ class StepTimer:
     # Not training: excluded from the time that tokens per second are taken over.
     EXCLUDED = ("checkpoint", "evaluation")
 
-    def __init__(
-        self, device: torch.device | str = "cpu", *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._marks: _HostMarks | _EventMarks
         device = torch.device(device)

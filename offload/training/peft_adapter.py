@@ -41,9 +41,7 @@ _MODULES = {
 }
 
 
-def peft_weights(
-    adapter: Mapping[str, Tensor], model_type: str, config: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def peft_weights(adapter: Mapping[str, Tensor], model_type: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Renames a torchtune adapter's tensors to peft's names, rows of q and k in Hugging Face's order.
 
     Args:
@@ -83,9 +81,7 @@ def _interleaved_to_halves(tensor: Tensor, num_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def peft_config(
-    adapter: Mapping[str, Tensor], adapter_config: Mapping[str, Any], base_model: str
-) -> dict[str, Any]:
+def peft_config(adapter: Mapping[str, Tensor], adapter_config: Mapping[str, Any], base_model: str) -> dict[str, Any]:
     """The contents of ``adapter_config.json``.
 
     Args:
@@ -114,9 +110,7 @@ def peft_config(
         **adapter_config,
         "base_model_name_or_path": base_model,
     }
-    config["target_modules"] = list(
-        dict.fromkeys(_MODULES[name] for name in adapter_config["target_modules"])
-    )
+    config["target_modules"] = list(dict.fromkeys(_MODULES[name] for name in adapter_config["target_modules"]))
     return config
 
 

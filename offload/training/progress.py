@@ -180,11 +180,7 @@ def summary(
     if times is None:
         names = sorted({name for row in rows for name in row if name.startswith("time/")})
         times = {name.removeprefix("time/"): sum(column(name)) for name in names}
-    spent = [
-        f"{phase.replace('_', '+')} {duration(seconds)}"
-        for phase, seconds in times.items()
-        if seconds >= 0.05
-    ]
+    spent = [f"{phase.replace('_', '+')} {duration(seconds)}" for phase, seconds in times.items() if seconds >= 0.05]
     if wall_seconds is not None:
         lines.append(("time", duration(wall_seconds) + (f": {', '.join(spent)}" if spent else "")))
     elif spent:

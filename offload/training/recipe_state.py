@@ -61,15 +61,14 @@ class Prepared:
             return value
         if isinstance(value, enum.Enum):
             raise TypeError(f"{place} is {value!r}: store its name or its value")
+        kind: Any
         for kind in _PLAIN:
             if isinstance(value, kind):
                 return value if type(value) is kind else kind(value)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True)
         if isinstance(value, Mapping):
-            return {
-                self._copy(k, f"a key of {place}"): self._copy(v, f"{place}[{k!r}]") for k, v in value.items()
-            }
+            return {self._copy(k, f"a key of {place}"): self._copy(v, f"{place}[{k!r}]") for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             items = [self._copy(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items

@@ -134,5 +134,7 @@ class Reporter:
 
     def _next_commands(self, checkpoint: Path | None, exit_code: int) -> list[str]:
         if checkpoint is not None and exit_code != 0:
-            return [f"the same command with output_dir={self._output_dir} resume_from_checkpoint=True goes on from here"]
+            return [
+                f"the same command with output_dir={self._output_dir} resume_from_checkpoint=True goes on from here"
+            ]
         return []

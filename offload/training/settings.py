@@ -57,9 +57,7 @@ class TrainSettings:
     clip_grad_norm: Annotated[float, Above(0)] | None = None
     optimizer: Annotated[Component, Passes("params")]
     lr_scheduler: (
-        Annotated[
-            Component, Passes("optimizer", optional_keywords=("num_training_steps", "total_steps", "T_max"))
-        ]
+        Annotated[Component, Passes("optimizer", optional_keywords=("num_training_steps", "total_steps", "T_max"))]
         | None
     ) = None
     loss: Component

@@ -9,19 +9,18 @@ documentation strings, and kept in ``${TUNE_OFFLOAD_HOME:-~/.cache/tune-offload}
     data/         train.jsonl and heldout.jsonl, one {"input": question, "output": answer} per line
 
 Configs reach it through an OmegaConf resolver, ``${tiny_llama:checkpoint}``, ``${tiny_llama:tokenizer}``,
-``${tiny_llama:train}`` and ``${tiny_llama:heldout}``; reading such a value prepares the files when they are not
-there yet. Inside :func:`without_preparing` the same value is only the path.
+``${tiny_llama:train}`` and ``${tiny_llama:heldout}``; reading such a value prepares the files when they are
+not there yet. What checks or prints a config must therefore leave such values unresolved.
 
-The same interpreter and package versions give the same bytes: sources are read in sorted order, pairs are split by
-a hash of their text, the tokenizer is trained on one thread and the weights come from a seeded generator. The key
-names everything that the result depends on, so a cache never has to be cleared by hand.
+The same interpreter and package versions give the same bytes: sources are read in sorted order, pairs are
+split by a hash of their text, the tokenizer is trained on one thread and the weights come from a seeded
+generator. The key names everything that the result depends on, so a cache never has to be cleared by hand.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
 import errno
 import functools
 import hashlib
@@ -67,23 +66,25 @@ _HELDOUT_PER_THOUSAND = 50
 # Fewer pairs than this means a Python without sources or with docstrings stripped.
 _FEWEST_PAIRS = 1000
 
-# The documented pure-Python part of the standard library. Packages stand for everything below them. Left out:
-# tests, IDLE, lib2to3, site-packages and modules that only some platforms have. A name that this Python version
-# does not have (any more) is skipped.
-_MODULES = """
-abc aifc argparse ast asynchat asyncio asyncore base64 bdb binhex bisect bz2 cProfile calendar cgi cgitb chunk cmd
-code codecs codeop collections colorsys compileall concurrent configparser contextlib contextvars copy copyreg crypt
-csv ctypes dataclasses datetime dbm difflib dis doctest email encodings enum filecmp fileinput fnmatch formatter
-fractions ftplib functools genericpath getopt getpass gettext glob graphlib gzip hashlib heapq hmac html http
-imaplib imghdr imp importlib inspect io ipaddress json keyword linecache locale logging lzma mailbox mailcap
-mimetypes modulefinder multiprocessing netrc nntplib ntpath numbers opcode operator optparse os pathlib pdb pickle
-pickletools pipes pkgutil platform plistlib poplib posixpath pprint profile pstats pty py_compile pyclbr pydoc queue
-quopri random re reprlib rlcompleter runpy sched secrets selectors shelve shlex shutil signal site smtpd smtplib
-sndhdr socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess sunau symtable sysconfig
-tabnanny tarfile telnetlib tempfile textwrap threading timeit tkinter token tokenize tomllib trace traceback
-tracemalloc tty turtle types typing unittest urllib uu uuid venv warnings wave weakref webbrowser wsgiref xdrlib xml
-xmlrpc zipapp zipfile zipimport zoneinfo
-""".split()
+# The documented pure-Python part of the standard library. Packages stand for everything below them. Left
+# out: tests, IDLE, lib2to3, site-packages and modules that only some platforms have. A name that this Python
+# version does not have (any more) is skipped.
+_MODULE_NAMES = """
+abc aifc argparse ast asynchat asyncio asyncore base64 bdb binhex bisect bz2 cProfile calendar cgi cgitb
+chunk cmd code codecs codeop collections colorsys compileall concurrent configparser contextlib contextvars
+copy copyreg crypt csv ctypes dataclasses datetime dbm difflib dis doctest email encodings enum filecmp
+fileinput fnmatch formatter fractions ftplib functools genericpath getopt getpass gettext glob graphlib gzip
+hashlib heapq hmac html http imaplib imghdr imp importlib inspect io ipaddress json keyword linecache locale
+logging lzma mailbox mailcap mimetypes modulefinder multiprocessing netrc nntplib ntpath numbers opcode
+operator optparse os pathlib pdb pickle pickletools pipes pkgutil platform plistlib poplib posixpath pprint
+profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets
+selectors shelve shlex shutil signal site smtpd smtplib sndhdr socket socketserver sqlite3 ssl stat
+statistics string stringprep struct subprocess sunau symtable sysconfig tabnanny tarfile telnetlib tempfile
+textwrap threading timeit tkinter token tokenize tomllib trace traceback tracemalloc tty turtle types typing
+unittest urllib uu uuid venv warnings wave weakref webbrowser wsgiref xdrlib xml xmlrpc zipapp zipfile
+zipimport zoneinfo
+"""
+_MODULES = _MODULE_NAMES.split()
 
 # Python twins of C modules, under the name by which people know them.
 _TWINS = {
@@ -94,8 +95,8 @@ _TWINS = {
     "_weakrefset": "weakref",
 }
 
-# Modules written in C: importing them does nothing but define names, so their docstrings are read from the objects.
-_C_MODULES = ("array", "binascii", "builtins", "cmath", "gc", "itertools", "marshal", "math", "sys", "time", "zlib")
+# Modules written in C: importing them only defines names, and their docstrings are read from the objects.
+_C_MODULES = ("array", "binascii", "builtins", "cmath", "itertools", "marshal", "math", "sys", "time", "zlib")
 
 _FILES = {
     "checkpoint": (
@@ -117,8 +118,6 @@ _NAMES = {
     "heldout": "data/heldout.jsonl",
 }
 
-_prepare_on_use: contextvars.ContextVar[bool] = contextvars.ContextVar("prepare_on_use", default=True)
-
 
 class Pair(NamedTuple):
     """One question about the standard library and the answer its documentation gives."""
@@ -127,7 +126,7 @@ class Pair(NamedTuple):
     answer: str
 
 
-# ---- front door ------------------------------------------------------------------------------------------------
+# ---- front door --------------------------------------------------------------------------------------------
 
 
 def register_resolvers() -> None:
@@ -141,16 +140,6 @@ def register_resolvers() -> None:
     register("tiny_llama", _resolve, replace=True)
 
 
-@contextlib.contextmanager
-def without_preparing() -> Iterator[None]:
-    """Within this block ``${tiny_llama:...}`` is the path alone: what validates or prints a config writes nothing."""
-    token = _prepare_on_use.set(False)
-    try:
-        yield
-    finally:
-        _prepare_on_use.reset(token)
-
-
 def location() -> Path:
     """Return the folder that holds, or will hold, the prepared files. Nothing is written."""
     return _home() / f"tiny_llama-{_key()}"
@@ -159,8 +148,8 @@ def location() -> Path:
 def prepare() -> Path:
     """Return the folder with checkpoint, tokenizer and data, making it first when it is not there yet.
 
-    Safe in several processes at once: one makes the files in a temporary folder next to the final one and renames
-    it, the others wait. A folder from which a file is missing is made anew.
+    Safe in several processes at once: one makes the files in a temporary folder next to the final one and
+    renames it, the others wait. A folder from which a file is missing is made anew.
 
     Returns:
         The absolute path of ``tiny_llama-<key>``.
@@ -177,7 +166,9 @@ def prepare() -> Path:
             if not _complete(final):
                 _build(final)
     except OSError as error:
-        reason = f"no space left for about {_size_estimate() >> 20} MiB" if error.errno == errno.ENOSPC else error.strerror
+        reason = error.strerror
+        if error.errno == errno.ENOSPC:
+            reason = f"no space left for about {_size_estimate() >> 20} MiB"
         raise UserError(
             f"{HOME_VARIABLE}: the tiny default model cannot be prepared in {final.parent} ({reason}): "
             f"set {HOME_VARIABLE} to a folder that can be written"
@@ -189,11 +180,10 @@ def _resolve(name: str) -> str:
     if name not in _NAMES:
         known = ", ".join(f"${{tiny_llama:{known}}}" for known in _NAMES)
         raise UserError(f"${{tiny_llama:{name}}}: nothing of that name, expected one of {known}")
-    folder = prepare() if _prepare_on_use.get() else location()
-    return str(folder / _NAMES[name])
+    return str(prepare() / _NAMES[name])
 
 
-# ---- the cache folder ------------------------------------------------------------------------------------------
+# ---- the cache folder --------------------------------------------------------------------------------------
 
 
 def _home() -> Path:
@@ -238,7 +228,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(final: Path) -> None:
     """Make every file in a temporary folder and rename it to ``final``. The caller holds the lock."""
-    for leftover in final.parent.glob(".tiny_llama-*.tmp"):  # of a process that was killed: nobody else builds now
+    # Of processes that were killed: while the lock is held, nobody else builds.
+    for leftover in final.parent.glob(".tiny_llama-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     print(f"tiny_llama: preparing model, tokenizer and data in {final} (once, some seconds) ...", flush=True)
     started = time.monotonic()
@@ -249,8 +240,8 @@ def _build(final: Path) -> None:
         pairs = read_pairs()
         if len(pairs) < _FEWEST_PAIRS:
             raise UserError(
-                f"tiny_llama: only {len(pairs)} documented names found in the standard library at {_stdlib()}, expected "
-                f"at least {_FEWEST_PAIRS}: this Python comes without its sources, use one that has them"
+                f"tiny_llama: only {len(pairs)} documented names in the standard library at {_stdlib()}, "
+                f"expected at least {_FEWEST_PAIRS}: use a Python that comes with its sources"
             )
         train, heldout = _split(pairs)
         _write_jsonl(temporary / "data" / "train.jsonl", train)
@@ -267,8 +258,8 @@ def _build(final: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     print(
-        f"tiny_llama: {parameters / 1e6:.1f} M parameters, {len(train)} training and {len(heldout)} held-out pairs, "
-        f"ready in {time.monotonic() - started:.0f} s",
+        f"tiny_llama: {parameters / 1e6:.1f} M parameters, {len(train)} training and {len(heldout)} held-out "
+        f"pairs, ready in {time.monotonic() - started:.0f} s",
         flush=True,
     )
 
@@ -278,7 +269,7 @@ def _size_estimate() -> int:
     return 4 * sum(_numel(shape) for _, shape in _weight_shapes()) + (2 << 20)
 
 
-# ---- question and answer pairs ---------------------------------------------------------------------------------
+# ---- question and answer pairs -----------------------------------------------------------------------------
 
 
 def _stdlib() -> Path:
@@ -307,19 +298,16 @@ def _sources() -> tuple[tuple[str, Path], ...]:
 def read_pairs() -> list[Pair]:
     """Read question and answer pairs from the standard library's documentation strings.
 
-    Python sources are parsed, never imported. The answer is the docstring's first paragraph on one line. Of pairs
-    with the same answer only the first stays: otherwise held-out answers would be seen in training.
+    Python sources are parsed, never imported. The answer is the docstring's first paragraph on one line. Of
+    pairs with the same answer only the first stays: otherwise held-out answers would be seen in training.
 
     Returns:
         Pairs in a fixed order: by module, and by position in its source.
     """
     documented: list[tuple[str, str]] = []
     for module, path in _sources():
-        # `doctest` and others hold form feeds and encodings declared in the source: parse bytes, as Python does.
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # a deliberately broken file, as some encodings' test inputs are
-            continue
+        # Bytes, because a source may declare its encoding.
+        tree = ast.parse(path.read_bytes())
         documented += _documented_nodes(module, tree)
     for module in _C_MODULES:
         documented += _documented_objects(module)
@@ -382,7 +370,7 @@ _SIGNATURE = re.compile(r"^[\w.]+\(.*\)(\s*(->|=|:|--?)\s*[^.]{0,40})?$")
 
 
 def _first_paragraph(docstring: str) -> str | None:
-    """Return the first prose paragraph on one line, ended by a full stop; None when it is unfit as an answer."""
+    """Return the first prose paragraph on one line, ended by a full stop; None if it is no fit answer."""
     for paragraph in re.split(r"\n\s*\n", docstring.strip()):
         lines = [line.strip() for line in paragraph.splitlines()]
         while lines and _SIGNATURE.match(lines[0]):
@@ -418,14 +406,14 @@ def _write_jsonl(path: Path, pairs: Iterable[Pair]) -> None:
             file.write(json.dumps({"input": pair.question, "output": pair.answer}, ensure_ascii=False) + "\n")
 
 
-# ---- tokenizer -------------------------------------------------------------------------------------------------
+# ---- tokenizer ---------------------------------------------------------------------------------------------
 
 
 def _train_tokenizer(pairs: Iterable[Pair], path: Path) -> None:
-    """Train a SentencePiece BPE model in Llama-2's shape: unk 0, bos 1, eos 2, no pad, byte fallback, split digits.
+    """Train a SentencePiece BPE model of Llama-2's kind on one thread.
 
-    The flags are those of Llama's own tokenizer.model, as `SentencePieceProcessor.serialized_model_proto()` shows
-    them, but for the vocabulary size. Questions are seen in Llama-2's chat format, so that "[INST]" is short.
+    As in Llama-2: unk 0, bos 1, eos 2, no pad, bytes for unknown characters, digits one by one, whitespace
+    kept. Questions are seen in Llama-2's chat format, so that "[INST]" takes few tokens.
     """
     import sentencepiece
 
@@ -438,7 +426,7 @@ def _train_tokenizer(pairs: Iterable[Pair], path: Path) -> None:
             vocab_size=MODEL["vocab_size"],
             byte_fallback=True,
             split_digits=True,
-            character_coverage=0.9999,
+            character_coverage=0.99995,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=True,
@@ -447,12 +435,12 @@ def _train_tokenizer(pairs: Iterable[Pair], path: Path) -> None:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            num_threads=1,  # the order in which threads finish must not decide between equally frequent merges
+            num_threads=1,  # the order in which threads finish must not decide between equal merges
             minloglevel=2,
         )
 
 
-# ---- checkpoint ------------------------------------------------------------------------------------------------
+# ---- checkpoint --------------------------------------------------------------------------------------------
 
 
 def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -484,14 +472,14 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _write_checkpoint(folder: Path) -> int:
-    """Write config, tokenizer settings and random fp32 weights into ``folder``; return the number of parameters.
+    """Write config, tokenizer settings and random fp32 weights into ``folder``; return how many weights.
 
-    The weights are those that this shape learns fastest from. Embeddings are standard normal: with the usual 0.02
-    the first steps of Adam, each about as large as the learning rate, would be larger than what they change.
-    Projections have standard deviation 1/sqrt(inputs), which keeps the scale of what passes through; the two
-    that write into the residual stream 1/sqrt(2 * layers) of that, so that its variance does not grow with depth
-    (GPT-2, section 2.3, https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
-    The head is small, so that training begins near the loss of guessing, ln(vocabulary).
+    They are chosen for learning much in few steps. Embeddings are standard normal, as in torch.nn.Embedding:
+    with a standard deviation of 0.02 each step of Adam, about as large as the learning rate, would change a
+    good part of them. Projections have 1/sqrt(inputs), which keeps the scale of what passes through; the two
+    that write into the residual stream 1/sqrt(2 * layers) of that, so that its variance does not grow with
+    depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask Learners"). The head is small, so
+    that training begins near the loss of guessing, ln(vocabulary).
     """
     import torch
     from safetensors.torch import save_file
@@ -552,9 +540,7 @@ def _write_checkpoint(folder: Path) -> int:
             "model_max_length": MODEL["max_seq_len"],
         },
     )
-    _write_json(
-        folder / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    )
+    _write_json(folder / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
     return sum(weight.numel() for weight in weights.values())
 
 

@@ -174,9 +174,7 @@ class WandBLogger:
             else:
                 mode, reason = "offline", obstacle
 
-        log_dir = Path(
-            self._log_dir or os.environ.get("WANDB_DIR") or config.get("output_dir") or "."
-        ).resolve()
+        log_dir = Path(self._log_dir or os.environ.get("WANDB_DIR") or config.get("output_dir") or ".").resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
         resume = self._choose_id(log_dir, resume=bool(config.get("resume_from_checkpoint")))
         arguments: dict[str, Any] = {

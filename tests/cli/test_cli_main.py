@@ -127,9 +127,7 @@ def test_run_hands_a_recipe_file_with_torchrun_options_on_as_a_relative_path(shi
     Path("sub/mine.py").write_text(RECIPE)
     Path("mine.yaml").write_text("a: 1\n")
     assert run("--nproc_per_node", "2", "./sub/mine.py", "--config", "mine.yaml") == 0
-    assert handed_on == [
-        ["run", "--nproc_per_node", "2", "sub/mine.py", "--config", str(Path("mine.yaml").absolute())]
-    ]
+    assert handed_on == [["run", "--nproc_per_node", "2", "sub/mine.py", "--config", str(Path("mine.yaml").absolute())]]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +315,7 @@ def test_nothing_heavy_is_imported_for_an_answer(tmp_path, words):
         "script()\n"
     )
     words = [word.format(tmp=tmp_path) for word in words]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if "no-such-config" in words else 0), done.stderr
     assert done.stderr.splitlines()[-1] == "HEAVY []"
 

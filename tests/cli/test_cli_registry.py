@@ -86,9 +86,7 @@ def test_a_shipped_config_by_name(shipped, name, file):
     assert found.ours and found.shipped
 
 
-@pytest.mark.parametrize(
-    "written", ["mine", "mine.yaml", "./mine", "./mine.yaml", "sub/../mine.yaml", "{}/mine.yaml"]
-)
+@pytest.mark.parametrize("written", ["mine", "mine.yaml", "./mine", "./mine.yaml", "sub/../mine.yaml", "{}/mine.yaml"])
 def test_a_config_file_by_path(shipped, written):
     Path("mine.yaml").write_text("a: 1\n")
     Path("sub").mkdir()

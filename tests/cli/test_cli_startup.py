@@ -120,9 +120,7 @@ def test_the_title_command_reaches_our_recipe_whichever_script_was_installed(env
     done = environment.run(
         tune, "run", "full_finetune_single_device", "--config", "tiny_llama_offload", "optimizer.lr=1e-5"
     )
-    expected = (
-        f"our recipe {environment.recipe} {['--config', str(environment.config), 'optimizer.lr=1e-5']} []"
-    )
+    expected = f"our recipe {environment.recipe} {['--config', str(environment.config), 'optimizer.lr=1e-5']} []"
     assert (done.returncode, done.stdout, done.stderr) == (7, expected + "\n", "")
 
 
@@ -130,7 +128,7 @@ def test_the_title_command_reaches_our_recipe_whichever_script_was_installed(env
 def test_what_is_torchtunes_is_handed_on_once(environment, script):
     """Our command imports torchtune while the process still is the script `tune`, and gets the real one."""
     tune = environment.script(script)
-    # In the scripts folder the bare name `tune`, which torchtune's command is given, looks like the script too.
+    # In the scripts folder the bare name that torchtune's command is given looks like the script too.
     done = environment.run(tune, "run", "theirs", "--config", "t/theirs", "b=2", folder=tune.parent)
     config = environment.packages / "recipes/configs/theirs.yaml"
     said = f"torchtune is loaded\ntheir command {['run', 'theirs', '--config', str(config), 'b=2']}\n"
@@ -157,9 +155,7 @@ def test_other_programs_get_torchtune(environment, tmp_path):
 
 
 def test_finding_torchtune_loads_nothing(environment):
-    program = (
-        "import importlib.util as u, sys; print(u.find_spec('torchtune').origin, 'torchtune' in sys.modules)"
-    )
+    program = "import importlib.util as u, sys; print(u.find_spec('torchtune').origin, 'torchtune' in sys.modules)"
     done = environment.run(environment.python, "-c", program)
     assert done.stdout == f"{environment.packages / 'torchtune/__init__.py'} False\n"
 

@@ -144,6 +144,7 @@ def write_tokenizer(folder: Path, sentences: list[str]) -> None:
         model_type="bpe", byte_fallback=True, num_threads=1, minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
     corpus.unlink()
+    (folder / "tokenizer.vocab").unlink()
 
 
 @pytest.fixture(scope="session")

@@ -100,9 +100,7 @@ def _mistral():
 
 
 def _qwen2(tied: bool = True):
-    model = qwen2(
-        **SIZES, num_kv_heads=KV_HEADS, intermediate_dim=HIDDEN, norm_eps=1e-6, tie_word_embeddings=tied
-    )
+    model = qwen2(**SIZES, num_kv_heads=KV_HEADS, intermediate_dim=HIDDEN, norm_eps=1e-6, tie_word_embeddings=tied)
     config = {
         "model_type": "qwen2",
         "rms_norm_eps": 1e-6,
@@ -379,7 +377,9 @@ def test_nothing_is_printed(manager: CheckpointManager, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_belongs_to_the_model_is_copied_and_nothing_else(base: Path, tmp_path: Path) -> None:
+def test_what_belongs_to_the_model_is_copied_and_nothing_else(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (
         "tokenizer.json",
         "special_tokens_map.json",
@@ -410,7 +410,10 @@ def test_what_belongs_to_the_model_is_copied_and_nothing_else(base: Path, tmp_pa
     with open(base / "dump.json", "wb") as file:
         file.truncate(101 * 2**20)  # sparse
     manager = CheckpointManager(section(base), tmp_path / "out")
+    copied_by_torchtune: list[Any] = []
+    monkeypatch.setattr(shutil, "copy2", lambda *args: copied_by_torchtune.append(args))
     path = manager.save(1, model=manager.load_base(), recipe_state={})
+    assert copied_by_torchtune == []
     written = {
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
@@ -494,9 +497,7 @@ def test_views_into_a_slab_are_written_without_the_slab_and_without_a_copy(tmp_p
     assert_same(recipe_state.read(tmp_path / "state.pt"), state)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.float8_e4m3fn, torch.float16, torch.complex64, torch.int64]
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.float16, torch.complex64, torch.int64])
 def test_views_of_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     view = torch.randn(1000).to(dtype)[10:20]
     recipe_state.write({"x": recipe_state.Prepared(view).value}, tmp_path / "x.pt")
@@ -531,9 +532,7 @@ def test_states_of_torchao_optimizers(optimizer_class: str, manager: CheckpointM
         "s = s['recipe_state']['optimizer']['state'][0];"
         "print(type(s['exp_avg']).__name__, s['exp_avg'].dequantize().double().sum().item())"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     moments = saved["state"][0]["exp_avg"]
     assert out.split()[0] == type(moments).__name__ != "Tensor"
     assert float(out.split()[1]) == moments.dequantize().double().sum().item()
@@ -718,7 +717,7 @@ KILL_SCRIPT = textwrap.dedent(
                     if count == kill_at:
                         os.kill(os.getpid(), signal.SIGKILL)
             sys.addaudithook(hook)
-        for value, step in enumerate((1, 2, 2, 3, 4) if kill_at is not None else (1, 2, 2, 3) * 1000, 1):
+        for value, step in enumerate((1, 2, 2, 3) if kill_at is not None else (1, 2, 2, 3) * 1000, 1):
             model = {name: torch.full(shape, float(value)) for name, shape in shapes.items()}
             manager.save(step, model=model, recipe_state={"value": value, "big": torch.full((20000,), value)})
 
@@ -770,7 +769,7 @@ KILL_SCRIPT = textwrap.dedent(
                 shutil.rmtree(out)
         assert kill_at > 40, kill_at
         values = [value or 0 for value in seen]
-        assert values == sorted(values) and set(values) == {0, 1, 2, 3, 4, 5}, seen
+        assert values == sorted(values) and set(values) == {0, 1, 2, 3, 4}, seen
     print("checked", len(seen))
     """
 )
@@ -847,9 +846,7 @@ def test_a_full_disk(
     assert manager.load(before).recipe_state == {"x": 1}
 
 
-def test_a_bug_while_saving_is_not_dressed_up(
-    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_while_saving_is_not_dressed_up(manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -920,9 +917,7 @@ def test_missing_shards_are_listed(base: Path, tmp_path: Path) -> None:
             checkpoint_files={"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"},
         ),
     ):
-        assert (
-            f"1 of 3 weight files are missing in {base}: {files[1]}; there: {files[0]}, {files[2]}" in message
-        )
+        assert f"1 of 3 weight files are missing in {base}: {files[1]}; there: {files[0]}, {files[2]}" in message
         assert "tune download" in message
     (base / "model.safetensors.index.json").unlink()
     assert f"missing in {base}: {files[1]};" in error_of(base, tmp_path / "out")
@@ -980,9 +975,7 @@ def test_garbage_instead_of_safetensors(base: Path, tmp_path: Path) -> None:
     assert "is damaged: its header is damaged" in error_of(base, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"), [("LLAMA_2", "LLAMA2"), ("llama2", "LLAMA2"), ("QUEN2", "QWEN2")]
-)
+@pytest.mark.parametrize(("given", "meant"), [("LLAMA_2", "LLAMA2"), ("llama2", "LLAMA2"), ("QUEN2", "QWEN2")])
 def test_bad_model_type(given: str, meant: str, base: Path, tmp_path: Path) -> None:
     message = error_of(base, tmp_path / "out", model_type=given)
     assert f"checkpointer.model_type: got {given!r}: did you mean {meant}?" in message
@@ -990,9 +983,7 @@ def test_bad_model_type(given: str, meant: str, base: Path, tmp_path: Path) -> N
 
 def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
     manager = CheckpointManager(section(base, "PHI3_MINI"), tmp_path / "out")
-    with pytest.raises(
-        UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*unexpected key.*_proj.weight"
-    ):
+    with pytest.raises(UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*unexpected key.*_proj.weight"):
         manager.load_base()
 
 
@@ -1010,9 +1001,7 @@ def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:
     assert "does not read and write Hugging Face's format" in message
     message = error_of(base, out, _component_="torchtune.training.FullModelHFCheckpointr")
     assert "FullModelHFCheckpointer" in message
-    message = error_of(
-        base, out, checkpoint_file=["a"], recipe_checkpoint="x", output_dir="y", model_type=None
-    )
+    message = error_of(base, out, checkpoint_file=["a"], recipe_checkpoint="x", output_dir="y", model_type=None)
     lines = message.splitlines()
     assert len(lines) == 4
     assert "did you mean checkpointer.checkpoint_files?" in lines[0]
@@ -1022,9 +1011,7 @@ def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:
 def test_checkpoint_files_are_checked(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "expected a list of file names" in error_of(base, out, checkpoint_files="model.safetensors")
-    assert "expected a list of names, or the keys" in error_of(
-        base, out, checkpoint_files={"filename_format": "x"}
-    )
+    assert "expected a list of names, or the keys" in error_of(base, out, checkpoint_files={"filename_format": "x"})
     spec = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": 3}
     assert "expected digits in quotes" in error_of(base, out, checkpoint_files=spec)
     spec = {"filename_format": "model-{}.safetensors", "max_filename": "3"}
@@ -1040,9 +1027,7 @@ def test_output_dir_apart_from_the_base(base: Path) -> None:
 
 def test_unwritable_output_dir(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"output_dir: cannot write to .*file/out: Not a directory: choose another"
-    ):
+    with pytest.raises(UserError, match=r"output_dir: cannot write to .*file/out: Not a directory: choose another"):
         CheckpointManager(section(base), tmp_path / "file" / "out")
     with pytest.raises(UserError, match="output_dir: cannot write to /proc/nothing"):
         CheckpointManager(section(base), "/proc/nothing")
@@ -1189,17 +1174,11 @@ def test_what_is_no_adapter_is_refused(manager: CheckpointManager) -> None:
     good = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, DIM)}
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match="norm.scale is no part"):
-        manager.save(
-            1, model=None, adapter={"norm.scale": torch.ones(2)}, adapter_config=config, recipe_state={}
-        )
+        manager.save(1, model=None, adapter={"norm.scale": torch.ones(2)}, adapter_config=config, recipe_state={})
     with pytest.raises(ValueError, match="lacks lora_alpha"):
-        manager.save(
-            1, model=None, adapter=good, adapter_config={"r": 1, "target_modules": []}, recipe_state={}
-        )
+        manager.save(1, model=None, adapter=good, adapter_config={"r": 1, "target_modules": []}, recipe_state={})
     with pytest.raises(ValueError, match="unknown target_modules: w9"):
-        manager.save(
-            1, model=None, adapter=good, adapter_config={**config, "target_modules": ["w9"]}, recipe_state={}
-        )
+        manager.save(1, model=None, adapter=good, adapter_config={**config, "target_modules": ["w9"]}, recipe_state={})
     with pytest.raises(ValueError, match="adapter_config is required"):
         manager.save(1, model=None, adapter=good, recipe_state={})
     with pytest.raises(ValueError, match="a model, an adapter or both"):

@@ -742,22 +742,16 @@ def test_instantiate_builds_nested_components_first() -> None:
 
 
 def test_lists_become_tuples_where_tuples_are_wanted() -> None:
-    part = instantiate(
-        node(_component_="fake_parts.pair", sizes=[3, 4], rates=[1, 0.5], names=["a"], scale=2)
-    )
+    part = instantiate(node(_component_="fake_parts.pair", sizes=[3, 4], rates=[1, 0.5], names=["a"], scale=2))
     assert repr(part.kwargs) == "{'sizes': (3, 4), 'rates': (1.0, 0.5), 'names': ['a'], 'scale': 2.0}"
 
 
 def test_optional_keywords_go_where_they_are_taken() -> None:
     optional = {"log_dir": "/runs"}
-    assert (
-        instantiate(node(_component_="fake_parts.logger"), _optional_=optional).kwargs["log_dir"] == "/runs"
-    )
+    assert instantiate(node(_component_="fake_parts.logger"), _optional_=optional).kwargs["log_dir"] == "/runs"
     own = node(_component_="fake_parts.logger", log_dir="/mine")
     assert instantiate(own, _optional_=optional).kwargs["log_dir"] == "/mine"
-    assert instantiate(node(_component_="fake_parts.plain_logger"), _optional_=optional).kwargs == {
-        "project": "p"
-    }
+    assert instantiate(node(_component_="fake_parts.plain_logger"), _optional_=optional).kwargs == {"project": "p"}
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,7 @@ def counted(model: nn.Module, batch: int = 2) -> float:
 
 def stated(model: nn.Module) -> float:
     frozen, trainable = matmul_parameters(model)
-    return flops_per_token(
-        trainable, frozen, num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, seq_len=TOKENS
-    )
+    return flops_per_token(trainable, frozen, num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, seq_len=TOKENS)
 
 
 @pytest.mark.parametrize("tied", [False, True])

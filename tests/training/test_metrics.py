@@ -48,9 +48,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [
-        json.loads(line, parse_constant=refuse) for line in (path / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line, parse_constant=refuse) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_line_holds_the_values_the_step_and_the_time(tmp_path: Path) -> None:
@@ -123,9 +121,7 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path: Path) -> None:
     log.log({"loss": 40.0}, 4)
     log.close()
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-    assert (
-        (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:3]))
-    )
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:3]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
@@ -147,9 +143,7 @@ def test_a_fresh_run_sets_an_earlier_file_aside(tmp_path: Path) -> None:
     assert names == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_torn_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricLog(tmp_path)
     log.log({"loss": 1.0}, 1)
     file = log._file

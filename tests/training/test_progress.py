@@ -70,9 +70,7 @@ def test_a_line_said_while_a_bar_is_shown_does_not_tear_it() -> None:
     assert re.search(r"(^|\r|\x1b\[A)checkpoint saved\n", stream.getvalue())
 
 
-def test_saying_works_without_tqdm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saying_works_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "tqdm", raising=False)
     say("one")
     say("two", stream=sys.stderr)

@@ -24,9 +24,7 @@ def test_torchtune_imports_and_nothing_is_said_about_unused_kernels():
         "from offload.training import torchao_shim; torchao_shim.install()\n"
         "import torchtune.training, torchtune.models, torchtune.modules.peft, torchtune.rlhf\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Failed to load" not in done.stderr and "cpp extensions" not in done.stderr
 

@@ -123,9 +123,7 @@ def test_an_offline_run_holds_what_metrics_jsonl_holds(
     rows = read_metrics(out)
     assert len(rows) == len(run.history) == steps + 1
     for row, mirrored in zip(rows[:-1], run.history[:-1], strict=True):
-        expected = {
-            name: value for name, value in row.items() if name not in ("step", "time") and value is not None
-        }
+        expected = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
         got = {name: value for name, value in mirrored.items() if not name.startswith("_")}
         assert mirrored["_step"] == row["step"] and got == expected
     assert rows[-1]["evaluation/loss"] == run.history[-1]["evaluation/loss"] == 1 / 3
@@ -234,9 +232,7 @@ def test_a_server_that_hangs_costs_the_check_and_no_more(
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
-def test_a_gateway_without_a_server_is_no_server(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_without_a_server_is_no_server(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server(status) as url:
         logger = WandBLogger()
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -262,24 +258,18 @@ def test_a_server_that_refuses_means_offline(
         captured = capfd.readouterr()
         assert f"wandb: offline ({url} refused: " in captured.out
         assert captured.err == ""
-    (part,) = (
-        path for path in (tmp_path / "out").rglob("offline-run-*/run-*.wandb") if read_run(path).history
-    )
+    (part,) = (path for path in (tmp_path / "out").rglob("offline-run-*/run-*.wandb") if read_run(path).history)
     assert [row["loss"] for row in read_run(part).history] == [2.0, 1.0, 2 / 3]
 
 
-def test_online_without_a_key_never_asks_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_online_without_a_key_never_asks_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "out", WandBLogger(mode="online"))
     assert "wandb: offline (no key is configured: `wandb login`)" in capsys.readouterr().out
     assert len(read_run(tmp_path / "out").history) == 3
 
 
 def test_an_unknown_mode_is_the_users_error() -> None:
-    with pytest.raises(
-        UserError, match="metric_logger.mode: 'ofline' is not one of auto, online, offline, disabled"
-    ):
+    with pytest.raises(UserError, match="metric_logger.mode: 'ofline' is not one of auto, online, offline, disabled"):
         WandBLogger(mode="ofline")  # type: ignore[arg-type]
 
 

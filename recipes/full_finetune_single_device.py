@@ -190,7 +190,11 @@ class FullFinetuneRecipeSingleDevice:
         settings = self.settings
         self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
         weights = resumed.model if resumed else self.checkpoints.load_base()
-        assert weights is not None
+        if weights is None:
+            raise UserError(
+                "resume_from_checkpoint: the checkpoint holds an adapter to go on with; resume it with "
+                "lora_finetune_single_device, or give this run an output_dir of its own"
+            )
         load_weights(self.model, weights, source=str(settings.checkpointer.checkpoint_dir))
         del weights
         if settings.compile:

@@ -46,12 +46,18 @@ from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
-from offload.training.lora import adapter_config, adapter_weights, load_base_weights, merged_weights
+from offload.training.lora import (
+    adapter_config,
+    adapter_weights,
+    load_adapter,
+    load_base_weights,
+    merged_weights,
+    prepare_adapter,
+)
 from offload.training.loss import SummedLoss
 from offload.training.model import (
     build_model,
     compile_layers,
-    load_weights,
     num_parameters,
     prepare_activations,
 )
@@ -197,10 +203,10 @@ class LoRAFinetuneRecipeSingleDevice:
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
         self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+        prepare_adapter(self.model)
         load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
         if resumed:
-            assert resumed.adapter is not None
-            load_weights(self.model, resumed.adapter, source="the checkpoint's adapter", strict=False)
+            load_adapter(self.model, resumed.adapter)
         if settings.compile:
             compile_layers(self.model)
         self.activations = prepare_activations(

@@ -7,36 +7,65 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from offload.errors import UserError
 from offload.training.config import instantiate
 
+# torchao's NF4 has blocks of 64 weights, and blocks of 256 of their scales.
+_NF4_BLOCK = 64 * 256
+
 
 def build_model(section: DictConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The ``model`` component on ``device``, its parameters in ``dtype``, randomly initialised."""
+    """The ``model`` component on ``device``, its parameters in ``dtype``, randomly initialised.
+
+    Raises:
+        UserError: for arguments that the component refuses, among them weights that 4 bits cannot hold.
+    """
     from torchtune.training import set_default_dtype
 
-    with set_default_dtype(dtype), device:
-        return instantiate(section)
+    try:
+        with set_default_dtype(dtype), device:
+            return instantiate(section)
+    except AssertionError as error:
+        # torchao tells neither which weight it cannot quantise nor what would do.
+        name = _not_quantisable(section) if section.get("quantize_base") else None
+        if name is None:
+            raise
+        raise UserError(
+            f"model.quantize_base: NF4 takes weights whose number of elements is divisible by {_NF4_BLOCK}, and {name} "
+            "is not; set model.quantize_base=False for a model this small"
+        ) from error
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str, strict: bool = True) -> None:
+def _not_quantisable(section: DictConfig) -> str | None:
+    """The first weight of a layer that NF4 cannot hold, as ``name [out, in]``."""
+    plain = OmegaConf.merge(section, {"quantize_base": False})
+    assert isinstance(plain, DictConfig)
+    with torch.device("meta"):
+        model: nn.Module = instantiate(plain)
+    for name, param in model.named_parameters():
+        is_adapter = ".lora_a." in name or ".lora_b." in name
+        if param.dim() == 2 and name.startswith("layers.") and not is_adapter and param.numel() % _NF4_BLOCK:
+            return f"{name} {list(param.shape)}"
+    return None
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
     """Copy ``weights`` into ``model``, converting to its dtype.
 
     Args:
         model: takes the weights.
-        weights: tensors by torchtune's names; those of the adapter may be missing if not ``strict``.
+        weights: tensors by torchtune's names.
         source: where they come from, for messages.
-        strict: require every parameter.
 
     Raises:
         UserError: where names or shapes of weights and model differ.
     """
     # Not state_dict(): it would turn 4-bit weights into 16-bit ones to show their shapes.
     expected = dict(model.named_parameters())
-    missing = [name for name in expected if name not in weights] if strict else []
+    missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     shapes = [
         f"{name} is {list(weights[name].shape)}, the model has {list(expected[name].shape)}"
@@ -54,7 +83,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
             f"model: the weights in {source} do not fit it: {differences[0]}{more}; choose the model component and "
             "checkpointer.model_type that belong to this checkpoint"
         )
-    model.load_state_dict(dict(weights), strict=strict)
+    model.load_state_dict(dict(weights))
 
 
 def prepare_activations(

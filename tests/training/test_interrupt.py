@@ -200,3 +200,22 @@ def test_workers_outlive_a_ctrl_c_and_do_not_signal_the_parent(start: Start) -> 
     """)
     out, err = child.communicate(timeout=20)
     assert (out, err) == ("[0, 0]\n[-15, 7]\nNone\n", "")
+
+
+def test_the_block_is_left_at_once_while_workers_live(start: Start) -> None:
+    """They have the wake-up socket too, so closing it here ends nobody's wait for its end of file."""
+    child = start("""
+        parent = os.getpid()
+        with Interrupt():
+            for _ in range(2):
+                if os.fork() == 0:
+                    os.close(1)
+                    os.close(2)
+                    while os.getppid() == parent:  # ends with the test, however that ends
+                        time.sleep(0.05)
+                    os._exit(0)
+            print("ready", flush=True)
+        print("left with", os.waitpid(-1, os.WNOHANG)[0], "workers ended")
+    """)
+    out, err = child.communicate(timeout=5)
+    assert (out, err, child.returncode) == ("left with 0 workers ended\n", "", 0)

@@ -16,6 +16,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -23,6 +24,9 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# As `tune run` does; OpenMP reads it when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

@@ -34,9 +34,10 @@ def draw(rows: list[dict[str, Any]], out: Path, title: str) -> None:
     speed.set_ylabel("tokens per second")
     speed.set_ylim(bottom=0)
     on_device = any(row.get("memory/device_peak_allocated_gib") for row in rows)
-    shown = {"memory/host_rss_peak_gib": "host, resident", "memory/host_pinned_gib": "host, page-locked"}
+    shown = {"memory/host_rss_peak_gib": "host, resident"}
     if on_device:
         shown["memory/device_peak_allocated_gib"] = "device, allocated"
+        shown["memory/host_pinned_gib"] = "host, page-locked"
     for key, label in shown.items():
         memory.plot(*column(rows, key), linewidth=1.5, label=label)
     memory.set_ylabel("peak memory (GiB)")

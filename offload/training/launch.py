@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload.errors import UserError
-
 
 class Recipe(Protocol):
     """What a recipe script hands to :func:`run_recipe`: a class with these methods and a schema."""
@@ -76,8 +74,10 @@ def _quieten() -> None:
         import tqdm
 
         # The variable TQDM_DISABLE is read when tqdm is imported, which is long past.
-        if not isinstance(vars(tqdm.tqdm)["__init__"], functools.partialmethod):
-            tqdm.tqdm.__init__ = functools.partialmethod(tqdm.tqdm.__init__, disable=True)
+        bar = tqdm.tqdm
+        if not getattr(bar, "silenced_by_offload", False):
+            bar.__init__ = functools.partialmethod(bar.__init__, disable=True)
+            bar.silenced_by_offload = True
 
 
 def _run(recipe: Recipe) -> int:
@@ -94,8 +94,11 @@ def _mendable(error: BaseException) -> str | None:
     """The line for an error that the user can mend; None for a defect, whose traceback is worth more."""
     import torch
 
-    if isinstance(error, UserError):
-        return str(error)
+    from offload.training.config_interpolation import user_error_in
+
+    told = user_error_in(error)
+    if told is not None:
+        return str(told)
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"out of device memory ({str(error).splitlines()[0].strip()}); in this order try batch_size=1, "

@@ -33,17 +33,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from offload.errors import UserError
-from offload.training import torchao_shim
-from offload.training.checkpoint import CheckpointManager, Loaded
-from offload.training.config import instantiate
-from offload.training.data import Batches, build_batches
-from offload.training.device import find_device, find_dtype, random_state, set_random_state
+from offload.training.checkpoint import Loaded
+from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
 from offload.training.lora import (
@@ -54,32 +48,9 @@ from offload.training.lora import (
     merged_weights,
     prepare_adapter,
 )
-from offload.training.loss import SummedLoss
-from offload.training.model import (
-    build_model,
-    compile_layers,
-    num_parameters,
-    prepare_activations,
-)
-from offload.training.progress import say
-from offload.training.reporting import Reporter
+from offload.training.model import build_model
 from offload.training.settings import TrainSettings
-from offload.training.step import (
-    build_profiler,
-    build_scheduler,
-    check_finite,
-    check_training,
-    clip_gradients,
-    count_steps,
-    evaluate,
-    forward_backward,
-    resume_notes,
-    step_scheduler,
-)
-
-torchao_shim.install()
-
-from torchtune.training import set_seed  # noqa: E402 - torchtune needs the shim
+from offload.training.step import check_finite, clip_gradients, forward_backward, step_scheduler
 
 
 @dataclass(kw_only=True)
@@ -89,116 +60,21 @@ class Settings(TrainSettings):
     save_adapter_weights_only: bool = False
 
 
-class LoRAFinetuneRecipeSingleDevice:
+class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
     """LoRA fine-tuning on one device."""
 
     Settings = Settings
-
-    def __init__(self, settings: Settings, cfg: DictConfig) -> None:
-        self.settings, self.cfg = settings, cfg
-        self.output_dir = Path(settings.output_dir)
-        self.epoch = 0
-        self.step_in_epoch = 0
-        self.global_step = 0
-        self.saved: Path | None = None
-        self.reporter: Reporter | None = None
-        self.is_profiling = False
+    settings: Settings
 
     # ---------------------------------------------------------------------------------------------- set-up
 
     def setup(self) -> None:
         """Everything that can fail before the first step; the cheap and the likely first."""
-        settings = self.settings
-        self.device, reason = find_device(settings.device)
-        self.dtype = find_dtype(settings.dtype, self.device)
-        say(reason)
-        self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
-        resumed = self._find_checkpoint()
-        state = resumed.recipe_state if resumed else {}
-        self.seed = set_seed(
-            seed=state.get("seed", settings.seed) if settings.seed is None else settings.seed,
-            debug_mode=settings.cudnn_deterministic_mode,
-        )
-        self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
-        self.global_step = state.get("global_step", 0)
-
-        self._setup_data()
+        resumed = self.setup_run()
+        self.setup_data()
         self._setup_model(resumed)
-        self._setup_optimizer(state)
-        self.profiler = build_profiler(settings.profiler)
-        self.reporter = Reporter(
-            self.cfg,
-            settings.metric_logger,
-            output_dir=self.output_dir,
-            device=self.device,
-            model=self.model,
-            optimizer=self.optimizer,
-            total_steps=self.total_steps,
-            resume_step=self.global_step if resumed else None,
-            tokens_seen=state.get("tokens_seen", 0),
-        )
-        if resumed:
-            set_random_state(state["random"], self.device)
-            for note in resume_notes(state["config"], self.cfg):
-                say(f"note: {note}")
-
-    def _find_checkpoint(self) -> Loaded | None:
-        if not self.settings.resume_from_checkpoint:
-            return None
-        path = self.checkpoints.latest()
-        if path is None:
-            raise UserError(
-                f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir of "
-                "the run to go on with, or start anew with resume_from_checkpoint=False"
-            )
-        say(f"resuming from {path}")
-        return self.checkpoints.load(path)
-
-    def _setup_data(self) -> None:
-        settings = self.settings
-        self.tokenizer = instantiate(settings.tokenizer)
-        self.loss_fn = instantiate(settings.loss)
-        common = {
-            "collate_fn": settings.collate_fn,
-            "ignore_index": getattr(self.loss_fn, "ignore_index", -100),
-            "seed": self.seed,
-            "num_workers": settings.num_workers,
-        }
-        self.batches = build_batches(
-            settings.dataset,
-            self.tokenizer,
-            key="dataset",
-            batch_size=settings.batch_size,
-            shuffle=settings.shuffle,
-            **common,
-        )
-        self.held_out: Batches | None = None
-        if settings.evaluation is not None:
-            self.held_out = build_batches(
-                settings.evaluation.dataset,
-                self.tokenizer,
-                key="evaluation.dataset",
-                batch_size=settings.evaluation.batch_size or settings.batch_size,
-                shuffle=False,
-                drop_last=False,
-                **common,
-            )
-        self.steps_per_epoch = count_steps(
-            batches_per_epoch=len(self.batches),
-            num_samples=self.batches.num_samples,
-            batch_size=settings.batch_size,
-            accumulation=settings.gradient_accumulation_steps,
-            max_steps=settings.max_steps_per_epoch,
-        )
-        if self.step_in_epoch >= self.steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
-        left = (settings.epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
-        if left <= 0:
-            raise UserError(
-                f"epochs: the checkpoint is at step {self.global_step}, the end of this run; nothing is left to train. "
-                "Raise epochs or max_steps_per_epoch"
-            )
-        self.total_steps = self.global_step + left
+        self.setup_optimizer(resumed)
+        self.setup_reporting(resumed)
 
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
@@ -207,36 +83,7 @@ class LoRAFinetuneRecipeSingleDevice:
         load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
         if resumed:
             load_adapter(self.model, resumed.adapter)
-        if settings.compile:
-            compile_layers(self.model)
-        self.activations = prepare_activations(
-            self.model,
-            checkpointing=settings.enable_activation_checkpointing,
-            offloading=settings.enable_activation_offloading,
-            device=self.device,
-        )
-        self.loss = SummedLoss(self.model, self.loss_fn, compile=settings.compile)
-        self.model.train()
-        count, trained = num_parameters(self.model)
-        say(
-            f"model: {count / 1e6:,.1f} M parameters in {settings.dtype} on {self.device}, {trained / 1e6:,.2f} M "
-            "trained"
-        )
-
-    def _setup_optimizer(self, state: dict[str, Any]) -> None:
-        settings = self.settings
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = instantiate(settings.optimizer, self.params)
-        check_training(
-            self.optimizer,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            clip_grad_norm=settings.clip_grad_norm,
-        )
-        self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
-        if state:
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.prepare_model()
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -265,8 +112,8 @@ class LoRAFinetuneRecipeSingleDevice:
                     self.global_step += 1
                     self.step_in_epoch += 1
                     unlogged_loss, unlogged_steps = unlogged_loss + loss, unlogged_steps + 1
-                    should_evaluate = self._is_due(settings.evaluation and settings.evaluation.every_n_steps)
-                    should_log = self._is_due(settings.log_every_n_steps) or should_evaluate
+                    should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
+                    should_log = self.is_due(settings.log_every_n_steps) or should_evaluate
 
                     lr = float(self.optimizer.param_groups[0]["lr"])
                     with timer("optimizer"):
@@ -282,7 +129,7 @@ class LoRAFinetuneRecipeSingleDevice:
                     should_save = (
                         is_last
                         or interrupted
-                        or self._is_due(settings.save_every_n_steps)
+                        or self.is_due(settings.save_every_n_steps)
                         or (settings.save_every_n_steps is None and self.step_in_epoch == self.steps_per_epoch)
                     )
                     if should_log or should_save:
@@ -292,7 +139,7 @@ class LoRAFinetuneRecipeSingleDevice:
                         values = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
                         if should_evaluate or (is_last and self.held_out is not None):
                             with timer("evaluation"):
-                                values["evaluation/loss"] = self._evaluate()
+                                values["evaluation/loss"] = self.evaluate()
                         reporter.log(self.global_step, values)
                         unlogged_loss, unlogged_steps = torch.zeros_like(unlogged_loss), 0
                     else:
@@ -306,17 +153,6 @@ class LoRAFinetuneRecipeSingleDevice:
                     self.epoch, self.step_in_epoch = self.epoch + 1, 0
             return interrupt.exit_code if interrupted else 0
 
-    def _is_due(self, every: int | None) -> bool:
-        return bool(every) and self.global_step % every == 0
-
-    def _evaluate(self) -> float:
-        assert self.held_out is not None and self.settings.evaluation is not None
-        batches = self.held_out.epoch(0)
-        limit = self.settings.evaluation.max_batches
-        if limit is not None:
-            batches = (batch for _, batch in zip(range(limit), batches, strict=False))
-        return evaluate(self.loss, self.model, batches, self.device)
-
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self) -> Path:
@@ -329,27 +165,6 @@ class LoRAFinetuneRecipeSingleDevice:
             adapter_config=adapter_config(self.model),
             recipe_state=self.recipe_state(),
         )
-
-    def recipe_state(self) -> dict[str, Any]:
-        """What a resume needs beside the model."""
-        return {
-            "epoch": self.epoch,
-            "step_in_epoch": self.step_in_epoch,
-            "global_step": self.global_step,
-            "tokens_seen": self.reporter.tokens.tokens_seen if self.reporter else 0,
-            "seed": self.seed,
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "random": random_state(self.device),
-            "config": OmegaConf.to_container(self.cfg, resolve=True),
-        }
-
-    def cleanup(self, exit_code: int) -> None:
-        """Close the logs, whatever happened."""
-        if self.is_profiling:
-            self.profiler.stop()
-        if self.reporter is not None:
-            self.reporter.close(exit_code, self.saved)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,230 @@
+"""What the fine-tuning recipes share around their loops: data, optimizer, resume, evaluation, reports.
+
+A recipe derives from :class:`FinetuneRecipe` and has what is its own in plain sight: its settings, how it builds
+its model, the loop, and what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from offload.errors import UserError
+from offload.training import torchao_shim
+from offload.training.checkpoint import CheckpointManager, Loaded
+from offload.training.config import instantiate
+from offload.training.data import Batches, build_batches
+from offload.training.device import find_device, find_dtype, random_state, set_random_state
+from offload.training.loss import SummedLoss
+from offload.training.model import compile_layers, num_parameters, prepare_activations
+from offload.training.progress import say
+from offload.training.reporting import Reporter
+from offload.training.settings import TrainSettings
+from offload.training.step import (
+    build_profiler,
+    build_scheduler,
+    check_training,
+    count_steps,
+    evaluate,
+    resume_notes,
+)
+
+
+class FinetuneRecipe:
+    """State of a run and the parts of its set-up that do not depend on what is trained.
+
+    Attributes:
+        epoch: epochs done.
+        step_in_epoch: optimizer steps done in the current epoch.
+        global_step: optimizer steps done in the run.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        saved: the last checkpoint that this process saved.
+    """
+
+    model: nn.Module
+    loss: SummedLoss
+    activations: contextlib.AbstractContextManager[Any]
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, settings: TrainSettings, cfg: DictConfig) -> None:
+        torchao_shim.install()
+        self.settings, self.cfg = settings, cfg
+        self.output_dir = Path(settings.output_dir)
+        self.epoch = 0
+        self.step_in_epoch = 0
+        self.global_step = 0
+        self.saved: Path | None = None
+        self.reporter: Reporter | None = None
+        self.is_profiling = False
+
+    def setup_run(self) -> Loaded | None:
+        """Device, precision, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
+        from torchtune.training import set_seed
+
+        settings = self.settings
+        self.device, reason = find_device(settings.device)
+        self.dtype = find_dtype(settings.dtype, self.device)
+        say(reason)
+        self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
+        resumed = self._find_checkpoint()
+        state = resumed.recipe_state if resumed else {}
+        self.seed = set_seed(
+            seed=state.get("seed", settings.seed) if settings.seed is None else settings.seed,
+            debug_mode=settings.cudnn_deterministic_mode,
+        )
+        self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
+        self.global_step = state.get("global_step", 0)
+        return resumed
+
+    def _find_checkpoint(self) -> Loaded | None:
+        if not self.settings.resume_from_checkpoint:
+            return None
+        path = self.checkpoints.latest()
+        if path is None:
+            raise UserError(
+                f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir of "
+                "the run to go on with, or start anew with resume_from_checkpoint=False"
+            )
+        say(f"resuming from {path}")
+        return self.checkpoints.load(path)
+
+    def setup_data(self) -> None:
+        """Tokenizer, loss, data sets, and how many steps they make."""
+        settings = self.settings
+        self.tokenizer = instantiate(settings.tokenizer)
+        self.loss_fn = instantiate(settings.loss)
+        common = {
+            "collate_fn": settings.collate_fn,
+            "ignore_index": getattr(self.loss_fn, "ignore_index", -100),
+            "seed": self.seed,
+            "num_workers": settings.num_workers,
+        }
+        self.batches = build_batches(
+            settings.dataset,
+            self.tokenizer,
+            key="dataset",
+            batch_size=settings.batch_size,
+            shuffle=settings.shuffle,
+            **common,
+        )
+        self.held_out: Batches | None = None
+        if settings.evaluation is not None:
+            self.held_out = build_batches(
+                settings.evaluation.dataset,
+                self.tokenizer,
+                key="evaluation.dataset",
+                batch_size=settings.evaluation.batch_size or settings.batch_size,
+                shuffle=False,
+                drop_last=False,
+                **common,
+            )
+        self.steps_per_epoch = count_steps(
+            batches_per_epoch=len(self.batches),
+            num_samples=self.batches.num_samples,
+            batch_size=settings.batch_size,
+            accumulation=settings.gradient_accumulation_steps,
+            max_steps=settings.max_steps_per_epoch,
+        )
+        if self.step_in_epoch >= self.steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+        left = (settings.epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
+        if left <= 0:
+            raise UserError(
+                f"epochs: the checkpoint is at step {self.global_step}, the end of this run; nothing is left to train. "
+                "Raise epochs or max_steps_per_epoch"
+            )
+        self.total_steps = self.global_step + left
+
+    def prepare_model(self) -> None:
+        """What happens to every model after its weights are loaded: compilation, activations, the loss."""
+        settings = self.settings
+        if settings.compile:
+            compile_layers(self.model)
+        self.activations = prepare_activations(
+            self.model,
+            checkpointing=settings.enable_activation_checkpointing,
+            offloading=settings.enable_activation_offloading,
+            device=self.device,
+        )
+        self.loss = SummedLoss(self.model, self.loss_fn, compile=settings.compile)
+        self.model.train()
+        count, trained = (f"{number / 1e6:,.1f} M" for number in num_parameters(self.model))
+        share = "all trained" if count == trained else f"{trained} trained"
+        say(f"model: {count} parameters in {settings.dtype} on {self.device}, {share}")
+
+    def setup_optimizer(self, resumed: Loaded | None) -> None:
+        """Optimizer and schedule over what is trained, with the state of the checkpoint."""
+        settings = self.settings
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = instantiate(settings.optimizer, self.params)
+        check_training(
+            self.optimizer,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            clip_grad_norm=settings.clip_grad_norm,
+        )
+        self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
+        if resumed:
+            state = resumed.recipe_state
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+    def setup_reporting(self, resumed: Loaded | None) -> None:
+        """Profiler, metrics and progress; last, the random state of the checkpoint."""
+        settings = self.settings
+        state = resumed.recipe_state if resumed else {}
+        self.profiler = build_profiler(settings.profiler)
+        self.reporter = Reporter(
+            self.cfg,
+            settings.metric_logger,
+            output_dir=self.output_dir,
+            device=self.device,
+            model=self.model,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            resume_step=self.global_step if resumed else None,
+            tokens_seen=state.get("tokens_seen", 0),
+        )
+        if resumed:
+            set_random_state(state["random"], self.device)
+            for note in resume_notes(state["config"], self.cfg):
+                say(f"note: {note}")
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether something that happens every so many steps happens after this one; never for None."""
+        return every is not None and self.global_step % every == 0
+
+    def evaluate(self) -> float:
+        """Mean loss per label on the held-out data."""
+        assert self.held_out is not None and self.settings.evaluation is not None
+        batches = self.held_out.epoch(0)
+        limit = self.settings.evaluation.max_batches
+        if limit is not None:
+            batches = (batch for _, batch in zip(range(limit), batches, strict=False))
+        return evaluate(self.loss, self.model, batches, self.device)
+
+    def recipe_state(self) -> dict[str, Any]:
+        """What a resume needs beside the model."""
+        return {
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "global_step": self.global_step,
+            "tokens_seen": self.reporter.tokens.tokens_seen if self.reporter else 0,
+            "seed": self.seed,
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "random": random_state(self.device),
+            "config": OmegaConf.to_container(self.cfg, resolve=True),
+        }
+
+    def cleanup(self, exit_code: int) -> None:
+        """Close the logs, whatever happened."""
+        if self.is_profiling:
+            self.profiler.stop()
+        if self.reporter is not None:
+            self.reporter.close(exit_code, self.saved)

@@ -18,8 +18,9 @@ done
 say "tune run full_finetune_single_device --config tiny_llama_offload output_dir=$output $*"
 tune run full_finetune_single_device --config tiny_llama_offload output_dir="$output" "$@"
 
-say "tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$output"
-tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir="$output"
+question="What does shutil.copytree do?"
+say "tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir=$output prompt.user=\"$question\""
+tune run generate --config tiny_llama_generate checkpointer.checkpoint_dir="$output" prompt.user="$question"
 
 cat <<END
 

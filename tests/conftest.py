@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -76,6 +77,13 @@ def late_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateRuntime]:
     runtime = LateRuntime()
     monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: runtime)
     yield runtime
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hear_interrupts() -> None:
+    """A background job of a script ignores SIGINT, and so would every process that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

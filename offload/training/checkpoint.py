@@ -221,7 +221,7 @@ class CheckpointManager:
         weight_map = {}
         total = 0
         for number, names in enumerate(shards, 1):
-            with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), _quiet_torchtune():
+            with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), quiet_torchtune():
                 tensors = _host_tensors(model, names)
                 if self.base.model_type == "GEMMA2":
                     tensors = _with_gemma2_norms_exchanged(tensors)
@@ -341,7 +341,7 @@ def _torchtune_checkpointer(
 
 def _load_model(checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path) -> dict[str, Tensor]:
     try:
-        with _quiet_torchtune():
+        with quiet_torchtune():
             model = checkpointer.load_checkpoint()["model"]
     except MemoryError:
         raise
@@ -395,7 +395,8 @@ def _pointed_at(checkpointer: Any, *, output_dir: Path, checkpoint_dir: Path) ->
 
 
 @contextlib.contextmanager
-def _quiet_torchtune() -> Iterator[None]:
+def quiet_torchtune() -> Iterator[None]:
+    """Without torchtune's own log lines below a warning."""
     chatty = logging.getLogger("torchtune.utils._logging")
     level = chatty.level
     chatty.setLevel(logging.WARNING)

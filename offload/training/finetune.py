@@ -16,7 +16,7 @@ from torch import nn
 
 from offload.errors import UserError
 from offload.training import torchao_shim
-from offload.training.checkpoint import CheckpointManager, Loaded
+from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtune
 from offload.training.config import instantiate
 from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
@@ -73,10 +73,12 @@ class FinetuneRecipe:
         self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
-        self.seed = set_seed(
-            seed=state.get("seed", settings.seed) if settings.seed is None else settings.seed,
-            debug_mode=settings.cudnn_deterministic_mode,
-        )
+        with quiet_torchtune():
+            self.seed = set_seed(
+                seed=state.get("seed") if settings.seed is None else settings.seed,
+                debug_mode=settings.cudnn_deterministic_mode,
+            )
+        say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
         self.global_step = state.get("global_step", 0)
         return resumed

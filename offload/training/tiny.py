@@ -45,7 +45,7 @@ HOME_VARIABLE = "TUNE_OFFLOAD_HOME"
 # Raised whenever a change to this file changes what is written.
 _FORMAT = 1
 
-# 0.9 M parameters: small enough for two cores to see all of the data twice in about half a minute. The tiny
+# 0.9 M parameters: small enough for two cores to see all of the data in about twenty seconds. The tiny
 # configs name the same shape, since a recipe builds the model from its config.
 MODEL: dict[str, Any] = {
     "vocab_size": 2048,

@@ -36,6 +36,10 @@ def start() -> Iterator[Start]:
             env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         )
         children.append(child)
+        # A read from a child that says nothing must not hang the suite.
+        killer = threading.Timer(60, child.kill)
+        killer.daemon = True
+        killer.start()
         assert child.stdout is not None
         line = child.stdout.readline()
         if line != "ready\n":

@@ -62,6 +62,7 @@ class Progress:
                 unit="step",
                 dynamic_ncols=True,
                 smoothing=0.1,
+                disable=False,  # the launcher silences every bar that does not say so
             )
 
     def update(

@@ -1,12 +1,13 @@
-"""What the recipe costs over a bare PyTorch loop: same model, batches, loss and optimizer, in turn in one process.
+"""What the recipe costs over a bare PyTorch loop: same model, batches, loss and optimizer, step by step in turn.
 
-    python scripts/bench_recipe.py                                  # prints the table
+    python scripts/bench_recipe.py                                  # prints the result
     python scripts/bench_recipe.py --out scripts/results/NAME.json  # records it too
 
-Each round trains the tiny config once with the recipe (as its users run it: metrics, progress, checks and all)
-and once with the loop below, which has nothing but the work. Compared are tokens per second of the steps
-alone: neither set-up nor the final checkpoint counts. The order alternates, and the ratio is taken per round,
-because machines drift.
+The recipe trains the tiny config in a thread of its own, exactly as its users run it (metrics, progress, checks and
+all). After each of its steps it is held up while the bare loop below, which has nothing but the work, does one step
+on a model of its own; both take turns on an otherwise idle process. So each pair of steps sees the same machine, and
+the median over all pairs is steady where whole runs differ by ten per cent. A step is timed from the moment its
+batch is loaded to the moment the next one is.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 # As `tune run` does; OpenMP reads it when torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 
 from offload.training.config import load_and_check
-from offload.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 10
 
 
 def load_recipe() -> ModuleType:
@@ -55,75 +57,106 @@ def make(module: ModuleType, output_dir: str, steps: int, overrides: list[str]) 
     return recipe
 
 
-def time_recipe(module: ModuleType, steps: int, overrides: list[str]) -> float:
-    """Tokens per second of the recipe's steps after the warm-up."""
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            recipe = make(module, folder, steps, overrides)
-            recipe.cleanup(recipe.train())
-        rows = read_metrics(folder)
-    seen = [row["tokens_seen"] for row in rows]
-    tokens = [after - before for before, after in zip([0, *seen], seen, strict=False)]
-    seconds = [n / row["tokens_per_second"] for n, row in zip(tokens, rows, strict=True)]
-    return sum(tokens[WARM_UP_STEPS:]) / sum(seconds[WARM_UP_STEPS:])
+def loop_steps(recipe: Any) -> Iterator[None]:
+    """The bare loop over a recipe's parts, one step per ``next``."""
+    loss_of, optimizer, scheduler = recipe.loss, recipe.optimizer, recipe.lr_scheduler
+    clip = recipe.settings.clip_grad_norm
+    for batch in recipe.batches.epoch(0):
+        loss = loss_of(batch.inputs, batch.labels, batch.num_labels) / batch.num_labels
+        loss.backward()
+        optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        yield
 
 
-def time_loop(module: ModuleType, steps: int, overrides: list[str]) -> float:
-    """Tokens per second of the bare loop's steps after the warm-up."""
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            recipe = make(module, folder, steps, [*overrides, "metric_logger=null"])
-        loss_of, optimizer, scheduler = recipe.loss, recipe.optimizer, recipe.lr_scheduler
-        clip = recipe.settings.clip_grad_norm
-        batches = recipe.batches.epoch(0)
-        tokens, started = 0, 0.0
-        for step in range(steps):
-            if step == WARM_UP_STEPS:
-                tokens, started = 0, time.perf_counter()
-            batch = next(batches)
-            loss = loss_of(batch.inputs, batch.labels, batch.num_labels) / batch.num_labels
-            loss.backward()
-            optimizer.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            tokens += batch.num_tokens
-        seconds = time.perf_counter() - started
-        recipe.cleanup(1)
-    return tokens / seconds
+class Turns:
+    """Lets the recipe's thread run from one loaded batch to the next, and holds it there."""
+
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+        self._go, self._held = threading.Semaphore(0), threading.Semaphore(0)
+        self._count = recipe.reporter.count
+        recipe.reporter.count = self._hold
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+        self._held.acquire()
+
+    def _hold(self, batches: Any) -> None:
+        self._held.release()
+        self._go.acquire()
+        self._count(batches)
+
+    def _train(self) -> None:
+        self._recipe.train()
+        self._held.release()
+
+    def step(self) -> None:
+        self._go.release()
+        self._held.acquire()
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def pairs(module: ModuleType, steps: int, overrides: list[str]) -> list[tuple[float, float]]:
+    """Seconds of each step of the recipe and of the loop."""
+    result = []
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        recipe = make(module, one, steps, overrides)
+        bare = make(module, other, steps, [*overrides, "metric_logger=null"])
+        loop, turns = loop_steps(bare), Turns(recipe)
+        for _ in range(steps):
+            started = time.perf_counter()
+            turns.step()
+            between = time.perf_counter()
+            next(loop)
+            result.append((between - started, time.perf_counter() - between))
+        turns.join()
+        recipe.cleanup(0)
+        bare.cleanup(1)
+    # The recipe's last turn saves the checkpoint, which is not a step.
+    return result[WARM_UP_STEPS:-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--out", type=Path, help="record the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     module = load_recipe()
-    rounds = []
+    rounds, all_pairs = [], []
     for number in range(arguments.rounds):
-        timers = {"recipe": time_recipe, "loop": time_loop}
-        names = ["recipe", "loop"] if number % 2 == 0 else ["loop", "recipe"]
-        rates = {name: timers[name](module, arguments.steps, arguments.overrides) for name in names}
-        rounds.append({"recipe": rates["recipe"], "loop": rates["loop"], "ratio": rates["recipe"] / rates["loop"]})
-        print(f"round {number + 1}: recipe {rates['recipe']:,.0f} tok/s, loop {rates['loop']:,.0f} tok/s, "
-              f"ratio {rounds[-1]['ratio']:.3f}")  # fmt: skip
-    median = {key: statistics.median(r[key] for r in rounds) for key in ("recipe", "loop", "ratio")}
-    print(f"median: recipe {median['recipe']:,.0f}, loop {median['loop']:,.0f} tok/s, ratio {median['ratio']:.3f}")
+        measured = pairs(module, arguments.steps, arguments.overrides)
+        all_pairs += measured
+        rounds.append(statistics.median(loop / recipe for recipe, loop in measured))
+        print(f"round {number + 1}: recipe / loop {rounds[-1]:.3f}, median of {len(measured)} pairs of steps")
+    result = {
+        "throughput_ratio": statistics.median(loop / recipe for recipe, loop in all_pairs),
+        "recipe_step_seconds": statistics.median(recipe for recipe, _ in all_pairs),
+        "loop_step_seconds": statistics.median(loop for _, loop in all_pairs),
+        "pairs": len(all_pairs),
+        "throughput_ratio_by_round": rounds,
+    }
+    print(f"recipe / loop {result['throughput_ratio']:.3f} in tokens per second, median of {len(all_pairs)} pairs")
     if arguments.out:
+        command = f"python scripts/bench_recipe.py --rounds {arguments.rounds} --steps {arguments.steps}"
         record = {
             "benchmark": "recipe against a bare loop, tiny_llama_offload",
-            "command": f"python scripts/bench_recipe.py --rounds {arguments.rounds} --steps {arguments.steps} "
-            + " ".join(arguments.overrides),
+            "command": " ".join([command, *arguments.overrides]),
             "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "threads": torch.get_num_threads(),
-            "processor": platform.processor() or platform.machine(),
-            "unit": "tokens per second; ratio is recipe / loop, per round",
-            "median": median,
-            "rounds": rounds,
+            "result": result,
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -328,10 +328,11 @@ def _execute(recipe: Path, arguments: list[str]) -> int:
     """Runs a recipe file as the main program, in this process."""
     import runpy
 
-    # Threads that wait for each other sleep instead of spinning. On a machine whose cores are shared, spinning ones
-    # take the core that the one they wait for needs: five to ten times slower steps (scripts/results/
-    # omp_wait_policy.json). OpenMP reads this when torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for each other spin for some ten microseconds, then sleep. GNU's OpenMP spins for milliseconds,
+    # and on shared cores that takes the core which the awaited thread needs; sleeping at once costs small models speed
+    # on an idle machine (scripts/results/omp_waiting.json). OpenMP reads this when torch loads it.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.argv = [str(recipe), *arguments]
     # For modules of the user's beside the recipe or in the current folder.
     for folder in (os.getcwd(), str(recipe.parent)) if recipe.parent != registry.recipes_dir() else ():

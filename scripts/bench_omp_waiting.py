@@ -1,9 +1,10 @@
-"""What OMP_WAIT_POLICY does to CPU training on cores that are shared, and on cores that are not.
+"""How OpenMP's threads should wait for each other: CPU training on cores that are shared, and on idle ones.
 
-    python scripts/bench_wait_policy.py --out scripts/results/omp_wait_policy.json
+    python scripts/bench_omp_waiting.py --out scripts/results/omp_waiting.json
 
-Trains the tiny config in turn with spinning (the default of GNU's OpenMP) and sleeping threads, once on an idle
-machine and once beside one process that keeps one core busy; compares the median tokens per second.
+Trains the tiny config in turn with threads that spin for long (the default of GNU's OpenMP), spin shortly and then
+sleep (what `tune run` sets), and sleep at once; on an idle machine and beside a process that keeps one core busy.
+Compares the median tokens per second.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from offload.training.metrics import read_metrics
 ROOT = Path(__file__).parents[1]
 
 
-def rate(policy: str | None, steps: int) -> float:
+WAITING = {
+    "spin (default)": {},
+    "spin shortly": {"GOMP_SPINCOUNT": "1000"},
+    "sleep": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+
+
+def rate(settings: dict[str, str], steps: int) -> float:
     """Median tokens per second of a run of the tiny config in a process of its own."""
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    if policy is not None:
-        environment["OMP_WAIT_POLICY"] = policy
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {key: value for key, value in os.environ.items() if key not in names} | settings
     with tempfile.TemporaryDirectory() as folder:
         recipe, config = (
             ROOT / "recipes" / "full_finetune_single_device.py",
@@ -50,11 +57,11 @@ def main() -> None:
     median: dict[str, dict[str, float]] = {}
     for machine in ("idle", "one core busy"):
         busy = None if machine == "idle" else subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        rounds: dict[str, list[float]] = {"spinning": [], "sleeping": []}
+        rounds: dict[str, list[float]] = {name: [] for name in WAITING}
         try:
             for _ in range(arguments.rounds):
-                rounds["spinning"].append(rate(None, arguments.steps))
-                rounds["sleeping"].append(rate("PASSIVE", arguments.steps))
+                for name, settings in WAITING.items():
+                    rounds[name].append(rate(settings, arguments.steps))
         finally:
             if busy is not None:
                 busy.kill()
@@ -62,8 +69,8 @@ def main() -> None:
         print(machine, {name: f"{value:,.0f} tok/s" for name, value in median[machine].items()})
     if arguments.out:
         record = {
-            "benchmark": "OMP_WAIT_POLICY, tiny_llama_offload on the CPU",
-            "command": f"python scripts/bench_wait_policy.py --rounds {arguments.rounds} --steps {arguments.steps}",
+            "benchmark": "how OpenMP threads wait, tiny_llama_offload on the CPU",
+            "command": f"python scripts/bench_omp_waiting.py --rounds {arguments.rounds} --steps {arguments.steps}",
             "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "cores": os.cpu_count(),

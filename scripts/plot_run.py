@@ -41,7 +41,7 @@ def draw(rows: list[dict[str, Any]], out: Path, title: str) -> None:
     for key, label in shown.items():
         memory.plot(*column(rows, key), linewidth=1.5, label=label)
     memory.set_ylabel("peak memory (GiB)")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.15 * memory.get_ylim()[1])
     memory.legend()
     memory.set_xlabel("optimizer step")
     for axes in (loss, speed, memory):

@@ -36,11 +36,12 @@ from offload.errors import UserError
 from offload.training import recipe_state, torchao_shim
 from offload.training.checkpoint import MANIFEST_NAME, STATE_NAME, CheckpointManager
 from offload.training.checkpoint_folders import step_folders
-from offload.training.config import AtLeast, Component, Passes, instantiate
+from offload.training.config import AtLeast, Component, instantiate
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
 from offload.training.progress import say
+from offload.training.settings import Checkpointer
 
 torchao_shim.install()
 
@@ -62,14 +63,7 @@ class Settings:
 
     model: Component  # without adapters: those of a checkpoint are merged
     tokenizer: Component
-    checkpointer: Annotated[
-        Component,
-        Passes(
-            keywords=("output_dir", "adapter_checkpoint", "recipe_checkpoint", "resume_from_checkpoint")
-            + ("safe_serialization", "should_load_recipe_state"),
-            optional_keywords=("checkpoint_files",),
-        ),
-    ]
+    checkpointer: Checkpointer
     base_checkpoint_dir: str | None = None  # null: where the adapter's training found its base
     device: str = "auto"
     dtype: Literal["fp32", "bf16"] = "bf16"

@@ -155,7 +155,8 @@ class FinetuneRecipe:
         )
         self.loss = SummedLoss(self.model, self.loss_fn, compile=settings.compile)
         self.model.train()
-        count, trained = (f"{number / 1e6:,.1f} M" for number in num_parameters(self.model))
+        numbers = num_parameters(self.model)
+        count, trained = (f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n:,}" for n in numbers)
         share = "all trained" if count == trained else f"{trained} trained"
         say(f"model: {count} parameters in {settings.dtype} on {self.device}, {share}")
 

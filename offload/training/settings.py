@@ -9,6 +9,16 @@ from offload.training.config import Above, AtLeast, Component, DottedPath, Passe
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
+Checkpointer = Annotated[
+    Component,
+    Passes(
+        keywords=("output_dir", "adapter_checkpoint", "recipe_checkpoint", "resume_from_checkpoint")
+        + ("safe_serialization", "should_load_recipe_state"),
+        optional_keywords=("checkpoint_files",),
+    ),
+]
+"""torchtune's section, without what the recipes decide: folders and files of checkpoints."""
+
 
 @dataclass(kw_only=True)
 class Evaluation:
@@ -39,14 +49,7 @@ class TrainSettings:
     evaluation: Evaluation | None = None
 
     model: Component
-    checkpointer: Annotated[
-        Component,
-        Passes(
-            keywords=("output_dir", "adapter_checkpoint", "recipe_checkpoint", "resume_from_checkpoint")
-            + ("safe_serialization", "should_load_recipe_state"),
-            optional_keywords=("checkpoint_files",),
-        ),
-    ]
+    checkpointer: Checkpointer
     resume_from_checkpoint: bool = False
     save_every_n_steps: Annotated[int, AtLeast(1)] | None = None  # null: at the end only
     keep_last_n: Annotated[int, AtLeast(1)] | None = None  # null: keep all

@@ -78,6 +78,8 @@ class HostStrategy:
         return [self._host.get(p, p) for p in params]
 
     def _hook(self, param: nn.Parameter) -> None:
+        if self._runtime.shares_memory and not self._offload_gradients:
+            return  # nothing to do before step()
         strategy = weakref.ref(self)
 
         def on_gradient(param: Tensor) -> None:

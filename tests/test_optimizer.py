@@ -458,6 +458,19 @@ def test_bf16_norm_is_that_of_the_fp32_values(memory: str) -> None:
     torch.testing.assert_close(optimizer.grad_norm().double(), exact, rtol=1e-6, atol=0)
 
 
+def test_norm_after_a_clipped_step_is_that_of_the_clipped_gradients(memory: str) -> None:
+    """As in torch, where clipping scales the gradients that stay until they are dropped."""
+    model = make_model()
+    optimizer = OffloadOptimizer(model.parameters(), lr=1e-2, offload_gradients=True)
+    for seed in range(2):
+        optimizer.clip_grad_norm_(0.01)
+        one_step(optimizer, model, seed)
+    backward(model, next(batches(1))[0], 1)
+    assert optimizer.clip_grad_norm_(0.01) > 0.1
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
 def test_non_finite_norm() -> None:
     model = make_model()
     optimizer = OffloadOptimizer(model.parameters(), lr=1e-2)

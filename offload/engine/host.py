@@ -151,6 +151,8 @@ class HostStrategy:
         return buffer
 
     def _take(self, param: Tensor, gradient: Tensor) -> None:
+        # After the parameter's earlier gradient was dropped, its buffer may still be waiting for an addition.
+        self._wait_for_additions()
         if self._keep_device_norms:
             self._device_norms[param] = tensor_norm(gradient, 2.0)
         host = gradient if self._runtime.shares_memory else self._fetch(param, gradient)
@@ -247,6 +249,7 @@ class HostStrategy:
         self._wait_for_additions()
         scale = None if self._scale is None else self._scale.to("cpu")
         self._scale = None
+        self._device_norms.clear()  # those of unscaled gradients
         ready: dict[nn.Parameter, Tensor] = {}
         for param in params:
             gradient = param.grad

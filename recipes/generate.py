@@ -18,7 +18,6 @@ mend: an unknown key, a folder without a checkpoint, a prompt that is longer tha
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 import tempfile
 import time
@@ -34,8 +33,7 @@ from torch import Tensor
 from offload.component import resolve
 from offload.errors import UserError
 from offload.training import recipe_state, torchao_shim
-from offload.training.checkpoint import MANIFEST_NAME, STATE_NAME, CheckpointManager
-from offload.training.checkpoint_folders import step_folders
+from offload.training.checkpoint import STATE_NAME, CheckpointManager, whole_checkpoints
 from offload.training.config import AtLeast, Component, instantiate
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
@@ -206,13 +204,8 @@ def load_checkpoint(
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The ``step_<n>`` folder in ``folder`` that was saved last; None when there is none."""
-    found = []
-    for step, path in step_folders(folder):
-        try:
-            found.append((json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))["sequence"], step, path))
-        except (OSError, ValueError, KeyError, TypeError):
-            _tell(f"skipped {path}: its {MANIFEST_NAME} cannot be read")
-    return max(found)[2] if found else None
+    checkpoints = whole_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def merge(base: dict[str, Tensor], adapter: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:

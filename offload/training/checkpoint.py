@@ -111,7 +111,7 @@ class CheckpointManager:
         Removes what killed processes left behind.
         """
         checkpoint_folders.clean(self.output_dir)
-        checkpoints = self._checkpoints()
+        checkpoints = whole_checkpoints(self.output_dir)
         return checkpoints[-1] if checkpoints else None
 
     def load(self, path: str | Path) -> Loaded:
@@ -277,7 +277,7 @@ class CheckpointManager:
         )
 
     def _write_manifest(self, folder: Path, step: int) -> None:
-        known = [_sequence(path) for path in self._checkpoints()]
+        known = [_sequence(path) for path in whole_checkpoints(self.output_dir)]
         files = {
             path.relative_to(folder).as_posix(): path.stat().st_size
             for path in sorted(folder.rglob("*"))
@@ -301,20 +301,10 @@ class CheckpointManager:
             "(earlier checkpoints are untouched)"
         )
 
-    def _checkpoints(self) -> list[Path]:
-        """The whole checkpoints in ``output_dir``, in the order in which they were saved."""
-        found = []
-        for step, path in checkpoint_folders.step_folders(self.output_dir):
-            try:
-                found.append((_read_manifest(path)["sequence"], step, path))
-            except UserError as error:
-                logger.warning("skipped: %s", error)
-        return [path for _, _, path in sorted(found)]
-
     def _delete_old(self, newest: Path) -> None:
         if self.keep_last_n is None:
             return
-        others = [path for path in self._checkpoints() if path != newest]
+        others = [path for path in whole_checkpoints(self.output_dir) if path != newest]
         for path in others[: max(0, len(others) - (self.keep_last_n - 1))]:
             # This run may have started from a checkpoint that an earlier run left in the same folder.
             if path.resolve() != self.base.directory.resolve():
@@ -476,6 +466,17 @@ def _write_state(path: Path, state: state_file.Prepared) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a run's ``output_dir``, in the order in which they were saved."""
+    found = []
+    for step, path in checkpoint_folders.step_folders(folder):
+        try:
+            found.append((_read_manifest(path)["sequence"], step, path))
+        except UserError as error:
+            logger.warning("skipped: %s", error)
+    return [path for _, _, path in sorted(found)]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

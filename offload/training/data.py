@@ -211,7 +211,7 @@ def _build_dataset(section: DictConfig, tokenizer: Any, key: str) -> Any:
 
 def _broken_json_line(path: Any) -> str | None:
     """Which line of a JSON-lines file is broken; pyarrow tells a row of a block, if anything."""
-    if not isinstance(path, str) or not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
+    if not isinstance(path, str) or not path.endswith(".jsonl") or not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):

@@ -20,7 +20,7 @@ from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtu
 from offload.training.config import instantiate
 from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
-from offload.training.loss import SummedLoss
+from offload.training.loss import IGNORE_INDEX, SummedLoss
 from offload.training.model import compile_layers, num_parameters, prepare_activations
 from offload.training.progress import say
 from offload.training.reporting import Reporter
@@ -102,7 +102,7 @@ class FinetuneRecipe:
         self.loss_fn = instantiate(settings.loss)
         common = {
             "collate_fn": settings.collate_fn,
-            "ignore_index": getattr(self.loss_fn, "ignore_index", -100),
+            "ignore_index": getattr(self.loss_fn, "ignore_index", IGNORE_INDEX),
             "seed": self.seed,
             "num_workers": settings.num_workers,
         }

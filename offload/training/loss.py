@@ -119,7 +119,6 @@ class SummedLoss:
     def __init__(self, model: Any, loss: Any, *, compile: bool = False) -> None:
         self._model = model
         self._loss = loss
-        self.ignore_index: int = getattr(loss, "ignore_index", IGNORE_INDEX)
         self._fused = isinstance(loss, LinearCrossEntropyLoss)
         if self._fused:
             self._skip_head()

@@ -51,7 +51,6 @@ class Reporter:
         self.tokens = Throughput(tokens_seen)
         self._device, self._model, self._optimizer = device, model, optimizer
         self._output_dir = output_dir
-        self._cfg = cfg
         self._mirror = instantiate(metric_logger)
         mirrors = [] if self._mirror is None else [self._mirror]
         self._log = MetricLog(output_dir, mirrors, resume_step=resume_step)
@@ -120,21 +119,19 @@ class Reporter:
         if exit_code not in (0, 130, 143):
             return
         self.timer.read_and_reset()  # counts what came after the last log: the final checkpoint
-        notes = [("next", line) for line in self._next_commands(checkpoint, exit_code)]
+        notes = []
         note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
+        if note is not None:
+            notes.append(note)
+        if exit_code != 0 and checkpoint is not None:
+            again = f"output_dir={self._output_dir} resume_from_checkpoint=True"
+            notes.append(("next", f"the same command with {again} goes on from here"))
         say(
             summary(
                 self._log.path,
                 times=self.timer.totals,
                 wall_seconds=time.perf_counter() - self._started,
                 checkpoint=checkpoint,
-                notes=[note, *notes] if note else notes,
+                notes=notes,
             )
         )
-
-    def _next_commands(self, checkpoint: Path | None, exit_code: int) -> list[str]:
-        if checkpoint is not None and exit_code != 0:
-            return [
-                f"the same command with output_dir={self._output_dir} resume_from_checkpoint=True goes on from here"
-            ]
-        return []

@@ -80,7 +80,8 @@ def evaluate(loss: SummedLoss, model: nn.Module, batches: Iterable[Batch], devic
     model.eval()
     total, labels = torch.zeros((), dtype=torch.float64), 0
     for batch in batches:
-        total += loss(batch.to(device).inputs, batch.labels.to(device), batch.num_labels).double().cpu()
+        batch = batch.to(device)
+        total += loss(batch.inputs, batch.labels, batch.num_labels).double().cpu()
         labels += batch.num_labels
     model.train(was_training)
     return float(total) / labels if labels else math.nan

@@ -15,6 +15,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from offload.training import checkpoint
 from offload.training.launch import run_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +157,8 @@ def test_newest_is_what_was_saved_last(recipe: ModuleType, tmp_path: Path) -> No
     for step, sequence in ((10, 1), (20, 2), (15, 3)):
         folder = tmp_path / f"step_{step}"
         folder.mkdir()
-        (folder / "checkpoint.json").write_text(json.dumps({"sequence": sequence}))
+        manifest = {"format": checkpoint.FORMAT, "step": step, "sequence": sequence, "files": {}}
+        (folder / "checkpoint.json").write_text(json.dumps(manifest))
     (tmp_path / "step_99").mkdir()  # not one of ours
     assert recipe.newest_checkpoint(tmp_path) == tmp_path / "step_15"
     assert recipe.newest_checkpoint(tmp_path / "step_15") is None

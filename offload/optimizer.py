@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -12,21 +15,40 @@ import torch
 from torch import Tensor, nn
 
 from offload.component import resolve
-from offload.engine.gradients import clip_coefficient, tensor_norm, total_norm
-from offload.engine.host import HostStrategy
-from offload.engine.runtime import Runtime, runtime_for
+from offload.engine.accumulation import HostGradients
+from offload.engine.base import PartialStep, snapshot
+from offload.engine.engine import Engine, Schedule
+from offload.engine.gradients import clip_coefficient, total_norm
+from offload.engine.host import HostCopies, HostPipeline
+from offload.engine.memory import HostMemory
+from offload.engine.pipeline import Pipeline
+from offload.engine.placement import Placement, state_names
+from offload.engine.runtime import HostRuntime, Runtime, runtime_for
+from offload.engine.states import States, components
+from offload.engine.stream import StreamPipeline
+from offload.engine.units import Unit, build_units, clean_name
 from offload.errors import UserError
 
 log = logging.getLogger(__name__)
 
-STRATEGIES = ("host", "resident")
+STRATEGIES = ("host", "stream", "resident")
 
-PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
-"""Packages whose optimizers update each parameter from its own gradient and state alone, so that the
-engine may update them one by one as gradients arrive. Others are stepped once with everything."""
+PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "offload.optim.")
+"""Packages whose optimizers update each parameter from its own gradient and state alone, so that the engine may
+update them one by one. Another class says so by an attribute ``per_parameter = True``; without it, it is stepped once
+with everything."""
 
-FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose ``fused=True`` runs on CPU tensors: one pass over memory instead of one per operation."""
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Optimizers that treat each element alone, so that a large tensor may be updated in ranges. Another class says so by
+an attribute ``elementwise = True``."""
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose ``fused=True`` makes one pass over memory instead of one per operation, on the CPU too."""
+
+ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -37,25 +59,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
     optimizer's own format, so checkpoints move freely between this class, any strategy of it, and the plain
     base optimizer.
 
-    ========== ==================== ================ ===================================================
-    strategy   state rests on       update runs on   host memory for N parameters of b bytes
-    ========== ==================== ================ ===================================================
-    resident   the device           the device       none
-    host       the host             the CPU          2 N b (parameters, gradients) plus the state
-    ========== ==================== ================ ===================================================
+    ========== ============= ============== ====================================================================
+    strategy   states rest   update runs    per step over the link, each way; on the host, for N parameters
+    ========== ============= ============== ====================================================================
+    resident   on the device on the device  nothing; nothing
+    stream     on the host   on the device  the states; the states
+    host       on the host   on the CPU     gradients down, parameters up; parameters and states
+    ========== ============= ============== ====================================================================
+
+    Updates run beside the caller's thread. :meth:`step` returns when they are queued if it knows the ``model``,
+    whose forward then waits unit by unit; without it, :meth:`step` waits until the device will see all of them.
 
     Args:
         params: parameters, parameter groups or named parameters, as for any torch optimizer; all on one
             device. On the CPU every strategy runs, and nothing is copied or page-locked.
         optimizer_class: the base optimizer, as a dotted path (``torch.optim.AdamW``) or a class.
         strategy: see the table.
-        offload_gradients: with ``host``, move each gradient to the host as soon as backward has produced it
-            and free it on the device. Accumulation over micro-batches then happens in host memory, in the
-            gradient's own dtype; clip with :meth:`clip_grad_norm_`. Whatever touches such a gradient on the
-            device raises instead of having no effect.
-        **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). With ``host``,
-            ``fused=True`` is chosen where the base optimizer has a fused CPU kernel and the caller chose
-            no implementation.
+        offload_states: with ``stream``, which states rest on the host: a regular expression that is matched
+            against whole state paths ``<state>/<parameter name>`` (``exp_avg/layers.0.attn.q_proj.weight``), or a
+            list of ``{"pattern": regex, "memory": "pinned_host" | "host" | "device"}``, of which the last that
+            matches decides. What nothing matches stays on the device, and so do scalars.
+        update_in_backward: update each unit as soon as backward has produced its gradients, and free them at
+            once; with accumulation, in the last micro-batch's backward. Excludes clipping by the global norm.
+        offload_gradients: move each gradient to the host as soon as backward has produced it and free it on
+            the device; micro-batches are summed there. Whatever touches such a gradient on the device raises
+            instead of having no effect.
+        accumulation_dtype: of the sums in host memory, ``fp32`` or ``bf16``; None for each gradient's own. With
+            fp32, bf16 gradients are summed without rounding and rounded once, for the update.
+        model: what the parameters belong to. Gives them names where ``params`` has none, and lets its forward
+            wait for each unit's update instead of :meth:`step`.
+        **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). Where the work is offloaded,
+            ``fused=True`` is chosen if the base optimizer has it and the caller chose no implementation.
 
     Raises:
         UserError: for a class that cannot be found, an unknown strategy, or a combination that has no meaning.
@@ -78,24 +112,79 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_class: str | type[torch.optim.Optimizer] = "torch.optim.AdamW",
         *,
-        strategy: Literal["host", "resident"] = "host",
+        strategy: Literal["host", "stream", "resident"] = "host",
+        offload_states: str | list[Any] = ".*",
+        update_in_backward: bool = False,
         offload_gradients: bool = False,
+        accumulation_dtype: Literal["fp32", "bf16"] | None = None,
+        model: nn.Module | None = None,
         **base_kwargs: Any,
     ) -> None:
         base_class = base_class_of(optimizer_class)
-        _check_strategy(strategy, offload_gradients)
         groups = as_groups(params)
         self.strategy = strategy
-        self._host: HostStrategy | None = None
-        self._names = _names(groups)
-        if strategy == "host":
-            _refuse_closure_driven(base_class)
-            self._host = HostStrategy(self._runtime(groups), offload_gradients=offload_gradients, names=self._names)
+        self.update_in_backward = update_in_backward
+        self._is_per_parameter = f"{base_class.__module__}.".startswith(PER_PARAMETER_PACKAGES) or bool(
+            getattr(base_class, "per_parameter", False)
+        )
+        self._can_cut = base_class in ELEMENTWISE or bool(getattr(base_class, "elementwise", False))
+        _check_choices(
+            strategy,
+            offload_gradients=offload_gradients,
+            accumulation_dtype=accumulation_dtype,
+            is_default_placement=offload_states == ".*",
+        )
+        self._refuse_base(base_class)
+        placement = Placement(offload_states)
+
+        self._model_names = {param: name for name, param in model.named_parameters()} if model is not None else {}
+        self._names: dict[Tensor, str] = {}
+        self._paths: dict[Tensor, str] = {}
+        self._named: set[Tensor] = set()
+        self._name(groups)
+        runtime = self._runtime(groups)
+        is_immediate = runtime.shares_memory
+        self._memory = HostMemory(runtime)
+        self._copies = HostCopies(self._memory, self._names) if strategy == "host" and not is_immediate else None
+        if strategy != "resident":
             base_kwargs = _with_fused(base_class, groups, base_kwargs)
+        if strategy == "stream" and offload_states != ".*":
+            self._check_patterns(placement, base_class, base_kwargs)
+
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
-        self._per_parameter = f"{base_class.__module__}.".startswith(PER_PARAMETER_PACKAGES)
+        step = PartialStep(self.base_optimizer)
+        self._placement = placement if strategy == "stream" and not is_immediate else None
+        resting = _itself if self._copies is None else self._copies.of
+        self._states = States(self.base_optimizer, resting, self._placement, self._memory)
+        self._worker: Pipeline | None = None
+        if not is_immediate:
+            if self._copies is not None:
+                self._worker = HostPipeline(runtime, step, self._states, self._copies, self._memory)
+            else:
+                self._worker = StreamPipeline(runtime, step, self._states)
+        this = weakref.ref(self)
+        self._engine = Engine(
+            runtime,
+            Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward),
+            step=step,
+            states=self._states,
+            worker=self._worker,
+            copies=self._copies,
+            names=self._names,
+            hyperparameters=lambda: snapshot(_alive(this).param_groups),
+        )
+        if offload_gradients:
+            dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
+            gradients = HostGradients(
+                runtime, self._memory, lambda: _tensors(_alive(this).param_groups), dtype, self._engine.settle
+            )
+            self._engine.gradients = gradients
+        weakref.finalize(self, self._engine.close)
         super().__init__(groups, self.base_optimizer.defaults)
         self._pull_groups()
+        self._engine.add_units(self._units(self.param_groups))
+        if model is not None:
+            self._engine.attach(model)
 
     @classmethod
     def config_signature(cls, kwargs: Mapping[str, Any]) -> inspect.Signature:
@@ -117,37 +206,88 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # Construction
 
+    def _refuse_base(self, base_class: type[torch.optim.Optimizer]) -> None:
+        if issubclass(base_class, torch.optim.LBFGS) and (self.strategy != "resident" or self.update_in_backward):
+            raise UserError(
+                "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which only "
+                "strategy=resident with update_in_backward=False can do"
+            )
+        if not self._is_per_parameter and (self.strategy == "stream" or self.update_in_backward):
+            setting = "strategy=stream" if self.strategy == "stream" else "update_in_backward=True"
+            raise UserError(
+                f"optimizer.optimizer_class: {base_class.__module__}.{base_class.__qualname__} is not known to update "
+                f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "
+                "per_parameter = True, else use strategy=host with update_in_backward=False"
+            )
+
+    def _check_patterns(
+        self, placement: Placement, base_class: type[torch.optim.Optimizer], kwargs: dict[str, Any]
+    ) -> None:
+        params = list(self._paths)
+        names = state_names(base_class, kwargs, [p for p in params if isinstance(p, nn.Parameter)])
+        if names is not None:
+            placement.check(f"{state}/{path}" for p, path in self._paths.items() for state in names[p.dim()])
+
     def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
+        if self.strategy == "resident":
+            return HostRuntime()
         devices = {param.device for param in _tensors(groups)}
         if len(devices) != 1:
             raise UserError(
-                f"strategy=host needs all parameters on one device, got {sorted(map(str, devices))}; build one "
-                "optimizer per device or use strategy=resident"
+                f"strategy={self.strategy} needs all parameters on one device, got {sorted(map(str, devices))}; build "
+                "one optimizer per device or use strategy=resident"
             )
         return runtime_for(devices.pop())
 
+    def _resting(self, param: nn.Parameter) -> nn.Parameter:
+        """The tensor that the base optimizer updates for a parameter: its host copy, or itself."""
+        return param if self._copies is None else self._copies.of(param)
+
     def _resting_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups for the base optimizer: the same, over the tensors that it updates."""
-        if self._host is None:
-            return [dict(group, params=list(group["params"])) for group in groups]
         resting = []
         for group in groups:
-            entries = group["params"]
-            hosts = self._host.add([entry[1] if isinstance(entry, tuple) else entry for entry in entries])
-            pairs = zip(entries, hosts, strict=True)
-            named = [(entry[0], host) if isinstance(entry, tuple) else host for entry, host in pairs]
-            resting.append(dict(group, params=named))
+            if self._copies is not None:
+                self._copies.add(_tensors([group]))
+            entries = [
+                (entry[0], self._resting(entry[1])) if isinstance(entry, tuple) else self._resting(entry)
+                for entry in group["params"]
+            ]
+            resting.append(dict(group, params=entries))
         return resting
+
+    def _name(self, groups: list[dict[str, Any]], first: int = 0) -> None:
+        """Give parameters their name in state paths, and what messages call them: a name, else a position."""
+        for group_index, group in enumerate(groups, first):
+            for index, entry in enumerate(group["params"]):
+                param = entry[1] if isinstance(entry, tuple) else entry
+                name = entry[0] if isinstance(entry, tuple) else self._model_names.get(param)
+                if name is not None:
+                    self._named.add(param)
+                    self._paths[param], self._names[param] = clean_name(name), f"parameter {name}"
+                else:
+                    self._paths[param] = f"{group_index}.{index}"
+                    self._names[param] = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
+
+    def _units(self, groups: list[dict[str, Any]], first: int = 0) -> list[Unit]:
+        members = [(p, self._paths[p], i) for i, group in enumerate(groups, first) for p in group["params"]]
+        is_named = all(p in self._named for p, _, _ in members)
+        return build_units(members, named=is_named, can_cut=self._can_cut and self._worker is not None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer and to the base optimizer, as torch.optim.Optimizer does."""
         is_construction = len(self.param_groups) < len(self.base_optimizer.param_groups)
-        if not is_construction:
-            (group,) = as_groups([param_group])
-            self._names.update(_names([group], first=len(self.param_groups)))
-            self.base_optimizer.add_param_group(self._resting_groups([group])[0])
-            param_group = group
-        super().add_param_group(param_group)
+        if is_construction:
+            super().add_param_group(param_group)
+            return
+        first = len(self.param_groups)
+        (group,) = as_groups([param_group])
+        self._name([group], first)
+        self._engine.settle()
+        self.base_optimizer.add_param_group(self._resting_groups([group])[0])
+        super().add_param_group(group)
+        self._pull_groups()
+        self._engine.add_units(self._units(self.param_groups[first:], first))
 
     # Hyperparameters and state
 
@@ -163,10 +303,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The base optimizer's state by the caller's parameters; tensors lie where they rest."""
-        if self._host is None:
+        """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.settle()
+        if self._copies is None:
             return self.base_optimizer.state
-        return _StateView(self.base_optimizer, self._host)
+        return _StateView(self.base_optimizer, self._copies)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -197,11 +340,47 @@ class OffloadOptimizer(torch.optim.Optimizer):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         self._check_shapes(state_dict)
-        self.base_optimizer.load_state_dict(state_dict)
+        self.synchronize()
+        previous = self.base_optimizer.state
+        with self._loading_on_host():
+            self.base_optimizer.load_state_dict(state_dict)
         self._own_states(state_dict)
+        if self._placement is not None:
+            device = _tensors(self.param_groups)[0].device
+            self._states.adopt((piece for unit in self._engine.units for piece in unit.pieces), previous, device)
+        else:
+            self._states.forget()
         self._pull_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    @contextmanager
+    def _loading_on_host(self) -> Iterator[None]:
+        """Inside, the base optimizer takes its parameters to be on the host, so that it leaves loaded states there."""
+        if self._placement is None:
+            yield
+            return
+        base = self.base_optimizer
+        params = [group["params"] for group in base.param_groups]
+        stand_ins = [
+            [nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape), requires_grad=False) for p in members]
+            for members in params
+        ]
+        self._set_base_params(stand_ins)
+        try:
+            yield
+        finally:
+            self._set_base_params(params)
+        # Only after loading: where that failed, the state is still the one before.
+        real: dict[Any, nn.Parameter] = {
+            s: p for ours, theirs in zip(stand_ins, params, strict=True) for s, p in zip(ours, theirs, strict=True)
+        }
+        states: dict[Any, Any] = {real.get(key, key): state for key, state in base.state.items()}
+        base.state = defaultdict(dict, states)
+
+    def _set_base_params(self, params: list[list[nn.Parameter]]) -> None:
+        for group, members in zip(self.base_optimizer.param_groups, params, strict=True):
+            group["params"] = members
 
     def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """``(resting parameter, its saved state)``: states are saved by position over all groups."""
@@ -222,7 +401,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param, state in self._saved_states(state_dict):
             moment = state.get("exp_avg", state.get("momentum_buffer"))
             if isinstance(moment, Tensor) and moment.numel() != param.numel():
-                device_param = param if self._host is None else self._host.device_parameter(param)
+                device_param = param if self._copies is None else self._copies.device(param)
                 raise ValueError(
                     f"the state to load for {self._names[device_param]} has shape {tuple(moment.shape)}, "
                     f"expected {tuple(param.shape)}: it was saved for other parameters or in another order"
@@ -245,131 +424,109 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Marks the backward of every micro-batch but the last: its gradients are not final yet."""
-        if self._host is None:
+        with self._engine.accumulate():
             yield
-            return
-        before, self._host.accumulating = self._host.accumulating, True
-        try:
-            yield
-        finally:
-            self._host.accumulating = before
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm over all gradients wherever they rest, as a 0-dim tensor (fp32 for 16-bit gradients)."""
+        """Norm over all gradients wherever they rest, as a 0-dim tensor (fp32 for 16-bit gradients).
+
+        With ``update_in_backward`` it is that of the gradients of the last backward, for order 2 only.
+        """
         return total_norm(self._norms(norm_type), norm_type)
 
     def _norms(self, norm_type: float) -> list[Tensor]:
-        params = _tensors(self.param_groups)
         with torch.no_grad():
-            if self._host is not None:
-                return self._host.norms(params, norm_type)
-            return [tensor_norm(p.grad, norm_type) for p in params if p.grad is not None]
+            return self._engine.norms(_tensors(self.param_groups), norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
 
-        It counts every gradient wherever it rests. With ``host`` the factor is applied to the host gradients
-        in :meth:`step`, so no copy that is under way is touched; ``p.grad`` on a device keeps its values.
+        It counts every gradient wherever it rests. Where updates run beside this thread the factor is applied
+        by the update itself, so no copy that is under way is touched.
 
         Args:
             max_norm: the limit; ``inf`` only measures.
             norm_type: p of the p-norm, may be ``inf``.
             error_if_nonfinite: raise RuntimeError for a norm that is nan or infinite.
+
+        Raises:
+            UserError: with ``update_in_backward``, whose updates are done before the norm is known.
         """
+        if self.update_in_backward:
+            raise UserError(
+                "clip_grad_norm: update_in_backward=True updates each layer before the norm of all gradients is known, "
+                "so it cannot be limited; set clip_grad_norm=null, or optimizer.update_in_backward=False"
+            )
         norm = total_norm(self._norms(norm_type), norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = clip_coefficient(norm, float(max_norm))
-        if factor is None:
-            return norm
-        if self._host is not None:
-            self._host.scale_gradients(factor)
-        else:
+        if factor is not None:
             with torch.no_grad():
-                for param in _tensors(self.param_groups):
-                    if param.grad is not None:
-                        param.grad.mul_(factor.to(param.grad.device))
+                self._engine.scale_gradients(factor)
         return norm
+
+    def check_training(self, *, gradient_accumulation_steps: int, clip_grad_norm: float | None) -> None:
+        """Refuse, before the first step, what :meth:`clip_grad_norm_` would refuse after it."""
+        if clip_grad_norm is not None and self.update_in_backward:
+            self.clip_grad_norm_(clip_grad_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) every gradient, on the device and on the host."""
-        if self._host is None:
-            super().zero_grad(set_to_none)
-        else:
-            self._host.zero_grad(_tensors(self.param_groups), set_to_none)
+        self._engine.zero_grad(_tensors(self.param_groups), set_to_none)
 
     # Update
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient and was not updated in backward.
 
-        When it returns, the host side is done and the copies to the device are queued; work that is queued
-        on the device afterwards sees the new values.
+        It returns when the updates are queued. The forward of the ``model`` waits for each unit's update; without a
+        model, work that is queued on the device afterwards sees all new values. Until that forward, read parameters
+        after :meth:`synchronize`, and drop gradients rather than change them.
 
         Args:
             closure: reevaluates the loss and is called once before the update (``resident`` hands it to
                 the base optimizer).
         """
-        self._push_groups()
-        if self._host is None:
-            loss = self.base_optimizer.step(closure)
+        loss = None
+        if closure is not None and (self.strategy != "resident" or self.update_in_backward):
+            with torch.enable_grad():
+                loss, closure = closure(), None
+        if self._copies is not None:
+            self._add_missing_copies(self._copies)
+        if self._worker is None and not self.update_in_backward:
+            self._push_groups()
+            with self._engine.gradients_in_place():
+                result = self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
+                loss = loss if closure is None else result
+            self._pull_groups()
+        elif not self._is_per_parameter and self._copies is not None:
+            self._push_groups()
+            with self._engine.gradients_on_host(self._copies) as updated:
+                self.base_optimizer.step()
+            self._engine.upload(updated, self._copies)
+            self._pull_groups()
         else:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._update_on_host(self._host)
-        self._pull_groups()
+            self._engine.step()
         return loss
 
-    def _update_on_host(self, host: HostStrategy) -> None:
-        params = [param for param in _tensors(self.param_groups) if param.grad is not None]
-        for param in params:
-            if host.host_parameter(param) is param:
-                self._unfreeze(host, param)
-        arrived = host.host_gradients(params)
-        if self._per_parameter and not host.immediate:
-            groups = self.base_optimizer.param_groups
-            group_of = {param: group for group in groups for param in group["params"]}
-            try:
-                for param, gradient in arrived:
-                    resting = host.host_parameter(param)
-                    self.base_optimizer.param_groups = [dict(group_of[resting], params=[resting])]
-                    self._step_base([resting], [gradient])
-                    host.upload(param)
-            finally:
-                self.base_optimizer.param_groups = groups
-        else:
-            pairs = list(arrived)
-            self._step_base([host.host_parameter(param) for param, _ in pairs], [g for _, g in pairs])
-            for param, _ in pairs:
-                host.upload(param)
-        host.uploads_done()
-
-    def _step_base(self, resting: list[nn.Parameter], gradients: list[Tensor]) -> None:
-        for param, gradient in zip(resting, gradients, strict=True):
-            param.grad = gradient
-        self.base_optimizer.step()
-        for param in resting:
-            param.grad = None
-
-    def _unfreeze(self, host: HostStrategy, param: nn.Parameter) -> None:
-        """Give a parameter that was frozen at construction its host copy."""
-        (resting,) = host.add([param])
-        for mine, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
-            base["params"] = [resting if p is param else b for p, b in zip(mine["params"], base["params"], strict=True)]
+    def _add_missing_copies(self, copies: HostCopies) -> None:
+        """Give parameters that were frozen at construction their host copies."""
+        missing = [p for p in _tensors(self.param_groups) if p.grad is not None and copies.of(p) is p]
+        if missing:
+            copies.add(missing)
+            self._set_base_params([[copies.of(p) for p in group["params"]] for group in self.param_groups])
 
     # Memory
 
     def synchronize(self) -> None:
         """Block until every queued copy and update is done."""
-        if self._host is not None:
-            self._host.synchronize()
+        self._engine.settle()
 
     def sync_from_model(self) -> None:
         """Re-read all parameters into their host copies, after they were loaded or changed elsewhere."""
-        if self._host is not None:
-            self._host.synchronize()
-            self._host.read_parameters()
+        self._engine.settle()
+        if self._copies is not None:
+            self._copies.read()
 
     def memory_report(self) -> dict[str, dict[str, int]]:
         """Bytes that this optimizer holds, as ``{memory kind: {purpose: bytes}}``.
@@ -377,36 +534,42 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Kinds are ``device``, ``pinned_host`` and ``host``; purposes are ``parameters``, ``gradients``,
         ``staging`` and ``optimizer_state``. The caller's own parameters and gradients are not counted.
         """
-        report = {} if self._host is None else self._host.memory.report()
-        for state in self.base_optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    kind = "device" if value.device.type != "cpu" or self._host is None else "host"
-                    purposes = report.setdefault(kind, {})
-                    purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + value.nbytes
-        return report
+        self._engine.settle()
+        report = self._memory.report()
+        on_device = report.setdefault("device", {})
+        for param, state in self.base_optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not self._states.is_counted(key, value, self._paths.get(param, "")):
+                    # Without a device of its own, strategy resident plays one.
+                    is_host = value.device.type == "cpu" and self.strategy != "resident"
+                    purposes = report.setdefault("host", {}) if is_host else on_device
+                    nbytes = sum(component.nbytes for component in components(value))
+                    purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + nbytes
+        if isinstance(self._worker, StreamPipeline) and (staging := self._worker.staging_bytes()):
+            on_device["staging"] = staging
+        return {kind: purposes for kind, purposes in report.items() if purposes}
 
 
 class _StateView(MutableMapping[Any, Any]):
     """The base optimizer's state, looked up by the caller's parameters instead of their host copies."""
 
-    def __init__(self, base: torch.optim.Optimizer, host: HostStrategy) -> None:
-        self._base, self._host = base, host
+    def __init__(self, base: torch.optim.Optimizer, copies: HostCopies) -> None:
+        self._base, self._copies = base, copies
 
     def __getitem__(self, param: Any) -> Any:
-        return self._base.state[self._host.host_parameter(param)]
+        return self._base.state[self._copies.of(param)]
 
     def __setitem__(self, param: Any, value: Any) -> None:
-        self._base.state[self._host.host_parameter(param)] = value
+        self._base.state[self._copies.of(param)] = value
 
     def __delitem__(self, param: Any) -> None:
-        del self._base.state[self._host.host_parameter(param)]
+        del self._base.state[self._copies.of(param)]
 
     def __contains__(self, param: object) -> bool:
-        return isinstance(param, nn.Parameter) and self._host.host_parameter(param) in self._base.state
+        return isinstance(param, nn.Parameter) and self._copies.of(param) in self._base.state
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._host.device_parameter(host) for host in self._base.state)
+        return (self._copies.device(host) for host in self._base.state)
 
     def __len__(self) -> int:
         return len(self._base.state)
@@ -427,22 +590,45 @@ def base_class_of(optimizer_class: str | type[torch.optim.Optimizer]) -> type[to
     return resolved
 
 
-def _check_strategy(strategy: str, offload_gradients: bool) -> None:
+def _check_choices(
+    strategy: str, *, offload_gradients: bool, accumulation_dtype: str | None, is_default_placement: bool
+) -> None:
     if strategy not in STRATEGIES:
-        raise UserError(f"optimizer.strategy: got {strategy!r}, expected one of {', '.join(STRATEGIES)}")
-    if offload_gradients and strategy != "host":
+        near = difflib.get_close_matches(str(strategy), STRATEGIES, n=1, cutoff=0.0)[0]
         raise UserError(
-            f"optimizer.offload_gradients: needs strategy=host, got strategy={strategy}, whose update reads the "
-            "gradients on the device; set offload_gradients=False or strategy=host"
+            f"optimizer.strategy: got {strategy!r}, expected one of {', '.join(STRATEGIES)}; did you mean {near}?"
+        )
+    if offload_gradients and strategy == "resident":
+        raise UserError(
+            "optimizer.offload_gradients: strategy=resident updates with the gradients on the device; set "
+            "offload_gradients=False, or strategy=stream or host"
+        )
+    if not is_default_placement and strategy != "stream":
+        rests = "all states rest on the device" if strategy == "resident" else "all states rest on the host"
+        raise UserError(
+            f"optimizer.offload_states: with strategy={strategy} {rests}; leave it out or set strategy=stream"
+        )
+    if accumulation_dtype is not None and accumulation_dtype not in ACCUMULATION_DTYPES:
+        near = difflib.get_close_matches(str(accumulation_dtype), ACCUMULATION_DTYPES, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"optimizer.accumulation_dtype: got {accumulation_dtype!r}, expected fp32, bf16 or null; did you mean "
+            f"{near}?"
+        )
+    if accumulation_dtype is not None and not offload_gradients:
+        raise UserError(
+            "optimizer.accumulation_dtype: is that of sums in host memory, which need offload_gradients=True; "
+            "gradients on the device are summed by autograd in their own dtype"
         )
 
 
-def _refuse_closure_driven(base_class: type[torch.optim.Optimizer]) -> None:
-    if issubclass(base_class, torch.optim.LBFGS):
-        raise UserError(
-            "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which "
-            "strategy=host cannot do; use strategy=resident"
-        )
+def _itself(param: nn.Parameter) -> nn.Parameter:
+    return param
+
+
+def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
+    optimizer = reference()
+    assert optimizer is not None
+    return optimizer
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -461,18 +647,6 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _names(groups: list[dict[str, Any]], first: int = 0) -> dict[Tensor, str]:
-    """What messages call each parameter: its name where the caller gave names, else its position."""
-    names = {}
-    for group_index, group in enumerate(groups, first):
-        for index, entry in enumerate(group["params"]):
-            if isinstance(entry, tuple):
-                names[entry[1]] = f"parameter {entry[0]}"
-            else:
-                names[entry] = f"parameter {index} of group {group_index} (shape {tuple(entry.shape)})"
-    return names
-
-
 def _tensors(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     entries = [entry for group in groups for entry in group["params"]]
     return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -484,7 +658,7 @@ def _with_fused(
     chosen = {"fused", "foreach", "capturable", "differentiable"}
     groups_choose = any(chosen & group.keys() for group in groups)
     floating = all(param.is_floating_point() for param in _tensors(groups))
-    if base_class not in FUSED_ON_CPU or chosen & kwargs.keys() or groups_choose or not floating:
+    if base_class not in FUSED or chosen & kwargs.keys() or groups_choose or not floating:
         return kwargs
     log.info("%s: fused=True, one pass over host memory per step", base_class.__name__)
     return {**kwargs, "fused": True}

@@ -3,80 +3,49 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-
-class LateEvent:
-    """A position in a :class:`LateRuntime` stream; reaching it runs everything queued before it."""
-
-    def __init__(self, queue: list[Callable[[], None]], position: int) -> None:
-        self._queue, self._position = queue, position
-
-    def synchronize(self) -> None:
-        while self._queue and self._queue_done() < self._position:
-            self._queue.pop(0)()
-
-    def _queue_done(self) -> int:
-        return self._queue.done  # type: ignore[attr-defined]
+from offload.engine.runtime import Direction, Event, HostRuntime, Runtime
+from offload.engine.simulated import SimulatedAccelerator
 
 
-class _Stream(list):  # type: ignore[type-arg]
-    """Copies that were queued but have not run; ``done`` counts those that have."""
-
-    done = 0
-    queued = 0
-
-    def pop(self, index: int = -1) -> Callable[[], None]:  # type: ignore[override]
-        self.done += 1
-        return super().pop(index)
-
-
-class LateRuntime:
-    """CPU memory treated as a separate device whose copies run as late as their ordering allows.
-
-    A copy reads its source only when somebody waits for it, so a missing wait shows as a wrong value.
-    """
+class ThreadedRuntime(HostRuntime):
+    """CPU memory treated as a separate device whose streams are immediate; the engine's threads are real ones."""
 
     shares_memory = False
 
-    def __init__(self) -> None:
-        self.streams = {"down": _Stream(), "up": _Stream()}
-        self.copied_bytes = {"down": 0, "up": 0}
-
-    def copy(self, dst: Tensor, src: Tensor, direction: str) -> LateEvent:
-        stream = self.streams[direction]
-        # As on an accelerator, autograd sees the write when it is queued, not when it runs.
+    def copy(
+        self, dst: Tensor, src: Tensor, direction: Direction, after: Sequence[Event] = (), name: str = ""
+    ) -> Event:
+        # As on an accelerator, autograd sees the write when it is queued.
         torch.autograd.graph.increment_version(dst)
+        dst.data.copy_(src.data)
+        return self.record()
 
-        def run() -> None:
-            dst.data.copy_(src.data)
 
-        stream.append(run)
-        stream.queued += 1
-        self.copied_bytes[direction] += src.nbytes
-        return LateEvent(stream, stream.queued)
-
-    def compute_wait(self, event: LateEvent) -> None:
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        for stream in self.streams.values():
-            LateEvent(stream, stream.queued).synchronize()
-
-    def empty_pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+def play_device(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    """Makes OffloadOptimizer treat the CPU as a separate device."""
+    monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: runtime)
 
 
 @pytest.fixture
-def late_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateRuntime]:
-    """Makes OffloadOptimizer treat the CPU as a separate device with late copies."""
-    runtime = LateRuntime()
-    monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: runtime)
-    yield runtime
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedAccelerator]:
+    """The CPU as a device whose copies and threads run as late as they may, and on which a missing wait is an error."""
+    with SimulatedAccelerator(order="late") as simulator:
+        play_device(monkeypatch, simulator)
+        yield simulator
+
+
+@pytest.fixture
+def threaded(monkeypatch: pytest.MonkeyPatch) -> ThreadedRuntime:
+    """The CPU as a device of its own, with real threads."""
+    runtime = ThreadedRuntime()
+    play_device(monkeypatch, runtime)
+    return runtime
 
 
 @pytest.fixture(autouse=True, scope="session")

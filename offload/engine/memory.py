@@ -23,12 +23,15 @@ SLAB_BYTES = 1 << 30
 """Size of a full slab. Larger tensors get a slab of their own."""
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostMemory:
     """Hands out host tensors and counts them by memory kind and purpose.
+
+    Tensors of one call lie side by side, in order, wherever a slab has room for all of them.
 
     Args:
         runtime: supplies the page-locked memory. Where it shares memory with the device, plain pageable
@@ -38,34 +41,51 @@ class HostMemory:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._bytes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._open: dict[tuple[str, str], Tensor] = {}
         self._pin_failed = False
 
-    def allocate(self, like: Sequence[Tensor], purpose: str) -> list[Tensor]:
+    def allocate(self, like: Sequence[Tensor], purpose: str, kind: str = "pinned_host") -> list[Tensor]:
         """Uninitialised contiguous host tensors with the shapes and dtypes of ``like``.
 
         Args:
-            like: shapes and dtypes to match; the tensors may live anywhere.
+            like: shapes and dtypes to match; the tensors may live anywhere, the meta device included.
             purpose: the name under which :meth:`report` counts the bytes.
+            kind: ``pinned_host``, or ``host`` for pageable memory.
         """
-        if self._runtime.shares_memory:
-            tensors = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
-            self._bytes["host"][purpose] += sum(t.nbytes for t in tensors)
-            return tensors
-        sizes = [_padded(t.numel() * t.element_size()) for t in like]
-        views: list[Tensor] = []
-        slab, used = torch.empty(0, dtype=torch.uint8), 0
-        for index, (tensor, size) in enumerate(zip(like, sizes, strict=True)):
-            if used + size > slab.numel():
-                slab, used = self._slab(size, sum(sizes[index:]), purpose), 0
-            flat = slab[used : used + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        sizes = [padded(t.numel() * t.element_size()) for t in like]
+        if self._runtime.shares_memory or kind == "host":
+            self._bytes["host"][purpose] += sum(sizes)
+            return self._views(torch.empty(sum(sizes), dtype=torch.uint8), like, sizes)
+        space = self._open.pop((kind, purpose), torch.empty(0, dtype=torch.uint8))
+        total = sum(sizes)
+        if total <= SLAB_BYTES:
+            if total > space.numel():
+                space = self._slab(total, purpose)
+            views = self._views(space, like, sizes)
+            space = space[total:]
+        else:
+            views = []
+            for tensor, size in zip(like, sizes, strict=True):
+                if size > space.numel():
+                    space = self._slab(size, purpose)
+                views += self._views(space, [tensor], [size])
+                space = space[size:]
+        self._open[kind, purpose] = space
+        return views
+
+    def _views(self, space: Tensor, like: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        views, used = [], 0
+        for tensor, size in zip(like, sizes, strict=True):
+            flat = space[used : used + tensor.numel() * tensor.element_size()].view(tensor.dtype)
             views.append(flat.view(tensor.shape))
             used += size
         return views
 
-    def _slab(self, at_least: int, remaining: int, purpose: str) -> Tensor:
-        """A slab that holds the next tensor and, up to a full slab, what remains after it."""
-        wanted = max(at_least, min(remaining, SLAB_BYTES))
-        nbytes = 1 << math.ceil(math.log2(max(wanted, ALIGNMENT)))
+    def _slab(self, at_least: int, purpose: str) -> Tensor:
+        """A slab that holds ``at_least`` bytes, as large as all that the purpose has so far, up to a full slab."""
+        so_far = sum(purposes.get(purpose, 0) for purposes in self._bytes.values())
+        wanted = max(at_least, min(so_far, SLAB_BYTES), ALIGNMENT)
+        nbytes = 1 << math.ceil(math.log2(wanted))
         if not self._pin_failed:
             try:
                 slab = self._runtime.empty_pinned(nbytes)

@@ -1,0 +1,454 @@
+"""When each unit is updated: in backward or at ``step``, waited for by the next forward or by ``step`` itself.
+
+The engine listens to backward through gradient hooks, keeps track of where every gradient rests, and hands complete
+pieces to a pipeline (``stream`` on the device, ``host`` on the CPU). Where device and host are one memory, and for
+strategy ``resident``, there is nothing to overlap: updates run at once, on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.engine.accumulation import HostGradients
+from offload.engine.base import Entry, Hyperparameters, PartialStep
+from offload.engine.gradients import TakenGradient, tensor_norm
+from offload.engine.host import HostCopies
+from offload.engine.model import ModelWaits
+from offload.engine.pipeline import Gradient, Job, Pipeline
+from offload.engine.runtime import Runtime
+from offload.engine.states import Layout, States
+from offload.engine.stream import StreamPipeline
+from offload.engine.units import Piece, Unit
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the caller chose.
+
+    Attributes:
+        offload_gradients: gradients rest on the host.
+        update_in_backward: a piece is updated as soon as its gradients are final.
+    """
+
+    offload_gradients: bool
+    update_in_backward: bool
+
+
+@dataclass
+class _Progress:
+    """Of the step under way.
+
+    Attributes:
+        expected: parameters of each piece that had a gradient in the last step.
+        arrived: those whose gradients are final in this one.
+        order: pieces in the order in which they became complete.
+        submitted: parameters whose update was submitted in backward.
+    """
+
+    expected: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
+    arrived: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
+    order: list[Piece] = field(default_factory=list)
+    submitted: set[nn.Parameter] = field(default_factory=set)
+
+    def next(self) -> _Progress:
+        """An empty record for the next step, which expects what came in this one."""
+        seen = {piece: params for piece, params in self.arrived.items() if params}
+        return _Progress(expected={**self.expected, **seen})
+
+
+class Engine:
+    """Gradients in, updated parameters out.
+
+    Attributes:
+        gradients: holds gradients on the host; None where they stay on the device.
+
+    Args:
+        runtime: streams of the parameters' device.
+        schedule: when updates run and where gradients rest.
+        step: runs the base optimizer on part of its parameters.
+        states: where the base optimizer's states are.
+        worker: carries updates out beside this thread; None to do them at once.
+        copies: host copies of the parameters, for strategy ``host`` on a device.
+        names: what messages call each parameter.
+        hyperparameters: the caller's hyperparameters as they are now.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        schedule: Schedule,
+        *,
+        step: PartialStep,
+        states: States,
+        worker: Pipeline | None,
+        copies: HostCopies | None,
+        names: dict[Tensor, str],
+        hyperparameters: Callable[[], Hyperparameters],
+    ) -> None:
+        self._runtime = runtime
+        self._schedule = schedule
+        self._step = step
+        self._states = states
+        self._worker = worker
+        self._copies = copies
+        self.gradients: HostGradients | None = None
+        self._names = names
+        self._hyperparameters = hyperparameters
+        self.units: list[Unit] = []
+        self._pieces: dict[nn.Parameter, list[Piece]] = {}
+        self._waits: ModelWaits | None = None
+        self._handles: list[RemovableHandle] = []
+        self._progress = _Progress()
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._norm_sources: dict[nn.Parameter, TakenGradient] = {}
+        self._norms_are_old = False
+        self._keep_norms = schedule.update_in_backward
+        self._scale: Tensor | None = None
+        self.accumulating = False
+
+    # Set-up
+
+    def add_units(self, units: Sequence[Unit]) -> None:
+        """Take charge of more parameters."""
+        self.units += units
+        for unit in units:
+            for piece in unit.pieces:
+                for part in piece.slices:
+                    known = self._pieces.setdefault(part.param, [])
+                    if piece not in known:
+                        known.append(piece)
+            for param in unit.params:
+                if param.requires_grad:
+                    self._hook(param)
+        self._new_step()
+        if self._waits is not None:
+            self._waits.cover(self.units)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
+        if self._worker is not None:
+            self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle)
+            self._waits.cover(self.units)
+
+    def _hook(self, param: nn.Parameter) -> None:
+        if self._worker is None and self.gradients is None and not self._schedule.update_in_backward:
+            return  # nothing to do before step()
+        engine = weakref.ref(self)
+
+        def on_gradient(param: Tensor) -> None:
+            alive = engine()
+            if alive is not None:
+                assert isinstance(param, nn.Parameter)
+                alive._gradient_ready(param)
+
+        self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))
+
+    def close(self) -> None:
+        """Finish what was submitted, end all threads and take the hooks off parameters and model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._waits is not None:
+            self._waits.remove()
+        if self.gradients is not None:
+            self.gradients.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # Backward
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, gradients are not final."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    @torch.no_grad()
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        """Runs in backward, each time autograd has finished a parameter's gradient."""
+        if param.grad is None:
+            return
+        if param in self._progress.submitted:
+            raise RuntimeError(
+                f"{self._names[param]} was already updated in this step: with update_in_backward=True, run the "
+                "backward of every micro-batch but the last inside `with optimizer.accumulate():`, and call "
+                "optimizer.step() after the last"
+            )
+        if self._norms_are_old:
+            self._forget_norms()
+        is_final = not self.accumulating
+        on_device = self._take_addend(param)
+        if on_device:
+            gradient = param.grad
+            assert gradient is not None
+            if self._keep_norms and is_final:
+                self._norms[param] = tensor_norm(gradient, 2.0)
+            if self.gradients is not None and not (is_final and self._schedule.update_in_backward):
+                self._check_dense(param, gradient)
+                self.gradients.take(param, gradient)
+        if is_final:
+            self._final(param)
+
+    def _take_addend(self, param: nn.Parameter) -> bool:
+        """Bring what autograd delivered together with what is there; True if the sum is an ordinary gradient."""
+        gradient = param.grad
+        if not isinstance(gradient, TakenGradient):
+            return True
+        addend, gradient.arrived = gradient.arrived, None
+        assert addend is not None
+        self._norms.pop(param, None)
+        if gradient.rest is None:
+            param.grad = addend
+        elif not gradient.on_host:
+            param.grad = gradient.rest.add_(addend)
+        else:
+            assert self.gradients is not None
+            self.gradients.add(param, gradient, addend)
+            return False
+        return True
+
+    def _final(self, param: nn.Parameter) -> None:
+        complete = []
+        for piece in self._pieces[param]:
+            arrived = self._progress.arrived.setdefault(piece, set())
+            was_complete = piece in self._progress.order
+            arrived.add(param)
+            if not was_complete and arrived >= self._progress.expected[piece]:
+                self._progress.order.append(piece)
+                complete.append(piece)
+        if complete and self._schedule.update_in_backward:
+            submitted = self._submit(complete)
+            self._progress.submitted |= submitted
+            for consumed in submitted:
+                gradient = consumed.grad
+                if isinstance(gradient, TakenGradient):
+                    self._norm_sources[consumed] = gradient
+                consumed.grad = TakenGradient(consumed, None, wait=_nothing)
+            if self._schedule.offload_gradients and self._worker is not None:
+                # Backward does not run ahead of what the host takes: gradients would pile up on the device.
+                self._worker.limit(1)
+
+    # Updates
+
+    def _submit(self, pieces: Iterable[Piece]) -> set[nn.Parameter]:
+        """Hand the update of all gradients of some pieces to the worker; returns whose."""
+        groups = self._hyperparameters()
+        taken: dict[nn.Parameter, Gradient] = {}
+        jobs = []
+        for piece in pieces:
+            gradients = {}
+            for param in (part.param for part in piece.slices):
+                gradient = taken.get(param) or self._gradient(param)
+                if gradient is not None:
+                    gradients[param] = taken[param] = gradient
+            if gradients:
+                jobs.append((piece, gradients))
+        ready = self._runtime.record()
+        made = [Job(piece, gradients, ready, groups, self._scale) for piece, gradients in jobs]
+        if self._worker is not None:
+            self._worker.submit(made)
+        else:
+            for job in made:
+                self._update_now(job)
+        return set(taken)
+
+    def _gradient(self, param: nn.Parameter) -> Gradient | None:
+        """What the next update of a parameter uses; None where it has no gradient."""
+        gradient = param.grad
+        if gradient is None or (isinstance(gradient, TakenGradient) and gradient.rest is None):
+            return None
+        self._check_dense(param, gradient)
+        if self._copies is not None:
+            self._copies.check(param)
+        if not isinstance(gradient, TakenGradient):
+            return Gradient(gradient.contiguous())
+        assert gradient.rest is not None
+        if not gradient.on_host or self._runtime.shares_memory:
+            return Gradient(gradient.rest)
+        assert self.gradients is not None
+        held = self.gradients
+        return Gradient(gradient.rest, on_host=True, arrived=lambda: held.arrived(param))
+
+    def _check_dense(self, param: nn.Parameter, gradient: Tensor) -> None:
+        if gradient.is_sparse and (self._worker is not None or self.gradients is not None):
+            raise RuntimeError(
+                f"{self._names[param]} has a sparse gradient, which cannot be offloaded; build the embedding with "
+                "sparse=False, or use strategy=resident with offload_gradients=False."
+            )
+
+    def _update_now(self, job: Job) -> None:
+        entries = []
+        for part in job.slices:
+            gradient = part.of(job.gradients[part.param].values)
+            state = self._states.staged(part, Layout(), gradient)
+            entries.append(Entry(part.group, part.of(part.param.detach()), gradient.to(part.param.dtype), state))
+        before = [dict(entry.state) for entry in entries]
+        self._step(entries, job.groups)
+        parts = zip(job.slices, before, entries, strict=True)
+        self._states.rest([(part, old, entry.state) for part, old, entry in parts], torch.Tensor.copy_)
+
+    def step(self) -> None:
+        """Submit the update of everything that has a gradient and was not updated in backward."""
+        pieces = sorted((piece for unit in self.units for piece in unit.pieces), key=lambda piece: piece.rank)
+        submitted = self._submit(pieces)
+        self._scale = None
+        if self._schedule.update_in_backward:
+            self._norms_are_old = True
+        else:
+            self._forget_norms()
+        self._new_step()
+        if self._waits is None:
+            self.wait_for_all()
+            return
+        self._waits.step()
+        for param in submitted:
+            gradient = param.grad
+            assert gradient is not None
+            if not isinstance(gradient, TakenGradient):
+                param.grad = TakenGradient(param, gradient, wait=self.settle)
+
+    def _new_step(self) -> None:
+        last, self._progress = self._progress, self._progress.next()
+        pieces = [piece for unit in self.units for piece in unit.pieces]
+        for piece in pieces:
+            trained = {part.param for part in piece.slices if part.param.requires_grad}
+            self._progress.expected.setdefault(piece, trained)
+        came = {piece: position for position, piece in enumerate(last.order)}
+        if came:
+            # The last gradients of backward belong to what the next forward needs first.
+            for rank, piece in enumerate(sorted(pieces, key=lambda piece: -came.get(piece, -1))):
+                piece.rank = rank
+        if isinstance(self._worker, StreamPipeline):
+            in_backward = self._schedule.update_in_backward and came
+            self._worker.expect(last.order if in_backward else sorted(pieces, key=lambda piece: piece.rank))
+
+    @contextmanager
+    def gradients_in_place(self) -> Iterator[None]:
+        """Inside, ``param.grad`` is an ordinary tensor for every gradient, for a step of the whole base optimizer."""
+        markers = [(p, p.grad) for p in self._pieces if isinstance(p.grad, TakenGradient)]
+        for param, marker in markers:
+            param.grad = None if marker.rest is None else marker.rest.to(param.dtype)
+        try:
+            yield
+        finally:
+            for param, marker in markers:
+                param.grad = marker
+
+    @contextmanager
+    def gradients_on_host(self, copies: HostCopies) -> Iterator[list[nn.Parameter]]:
+        """Inside, the host copies have the gradients; for a step of the whole base optimizer on the CPU."""
+        self.settle()
+        updated = []
+        for param in self._pieces:
+            gradient = self._gradient(param)
+            if gradient is not None:
+                values = gradient.values.cpu()
+                copies.of(param).grad = values.to(param.dtype) if self._scale is None else values.mul_(self._scale)
+                updated.append(param)
+        self._scale = None
+        self._forget_norms()
+        try:
+            yield updated
+        finally:
+            for param in updated:
+                copies.of(param).grad = None
+
+    def upload(self, params: Iterable[nn.Parameter], copies: HostCopies) -> None:
+        """Bring updated host copies to the device, at once."""
+        for param in params:
+            param.copy_(copies.of(param))
+            copies.written(param)
+
+    # Norms and scale
+
+    def norms(self, params: Iterable[nn.Parameter], norm_type: float) -> list[Tensor]:
+        """Norms of the gradients of ``params``, each computed where the gradient rests, 0-dim fp32."""
+        self._keep_norms = self._schedule.update_in_backward or (
+            self.gradients is not None and not self._runtime.shares_memory
+        )
+        settled = False
+        norms = []
+        for param in params:
+            gradient = param.grad
+            if gradient is None:
+                continue
+            if not isinstance(gradient, TakenGradient):
+                norms.append(tensor_norm(gradient, norm_type))
+                continue
+            if norm_type == 2.0 and param in self._norms:
+                norms.append(self._norms[param])
+                continue
+            source = self._norm_sources.get(param, gradient).rest
+            if source is None:
+                raise RuntimeError(
+                    f"the gradient of {self._names[param]} was consumed by update_in_backward=True; of such gradients "
+                    "only the norm of order 2 is known, and only until the next backward"
+                )
+            if not settled:
+                self.settle()
+                settled = True
+            norms.append(tensor_norm(source, norm_type))
+        return norms if self._scale is None else [norm * self._scale.to(norm.device) for norm in norms]
+
+    def _forget_norms(self) -> None:
+        self._norms.clear()
+        self._norm_sources.clear()
+        self._norms_are_old = False
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by ``factor`` (0-dim), now or when the next update uses it."""
+        if self._worker is not None:
+            if self._copies is not None:
+                factor = torch.tensor(factor.item(), dtype=factor.dtype)
+            self._scale = factor if self._scale is None else self._scale * factor.to(self._scale.device)
+            return
+        for param in self._pieces:
+            gradient = param.grad.rest if isinstance(param.grad, TakenGradient) else param.grad
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.device))
+        self._forget_norms()
+
+    def zero_grad(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Drop or zero all gradients, wherever they rest, and the pending clipping factor."""
+        self._scale = None
+        self._forget_norms()
+        for param in params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
+                param.grad.zero_()
+
+    # Waiting
+
+    def wait(self, unit: Unit) -> None:
+        """Make the current stream wait for a unit's update."""
+        if self._worker is not None:
+            self._worker.wait(unit)
+
+    def wait_for_all(self) -> None:
+        """Make the current stream wait for every update."""
+        for unit in self.units:
+            self.wait(unit)
+
+    def settle(self) -> None:
+        """Block until every queued update, copy and addition is done."""
+        if self.gradients is not None:
+            self.gradients.synchronize()
+        if self._worker is not None:
+            self.wait_for_all()
+            self._worker.settle()
+
+
+def _nothing() -> None:
+    return None

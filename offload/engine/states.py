@@ -1,0 +1,308 @@
+"""Optimizer states at rest, and their way to the device and back, piece by piece.
+
+At rest a state is one tensor of the base optimizer's ``state``, in its usual place under its usual key, so that
+``state_dict()`` is the base optimizer's own. States that rest on the host lie in page-locked slabs, those of a
+piece side by side: one copy brings them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.memory import HostMemory, padded
+from offload.engine.placement import Placement
+from offload.engine.units import Piece, Slice, flat_bytes
+
+Move = Callable[[Tensor, Tensor], object]
+"""``move(destination, source)`` copies between two plain tensors, now or queued."""
+
+
+def components(value: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a value: itself, or what a tensor subclass (torchao's 8-bit state) is made of."""
+    if not _is_wrapper(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [component for name in names for component in components(getattr(value, name))]
+
+
+def rebuild(like: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    """A tensor like ``like`` out of other components, in the order of :func:`components`."""
+    if not _is_wrapper(like):
+        return next(parts)
+    names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: rebuild(getattr(like, name), parts) for name in names}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())  # type: ignore[attr-defined]
+
+
+def _is_wrapper(value: Tensor) -> bool:
+    return hasattr(value, "__tensor_flatten__")
+
+
+@dataclass
+class _Staged:
+    """One state of one slice: where it rests, and the offsets of its components in the staging buffer."""
+
+    slice: Slice
+    key: str
+    resting: Tensor
+    parts: list[Tensor]
+    offsets: list[int]
+
+
+@dataclass
+class Layout:
+    """How the host-resting states of a piece lie in a staging buffer.
+
+    Attributes:
+        nbytes: size of the buffer that it needs.
+        runs: ``(host memory as uint8, offset in the buffer)``: the copies that bring everything.
+    """
+
+    nbytes: int = 0
+    runs: list[tuple[Tensor, int]] = field(default_factory=list)
+    staged: list[_Staged] = field(default_factory=list)
+
+
+class States:
+    """The base optimizer's states, by slices.
+
+    Args:
+        base: the base optimizer.
+        resting: maps a parameter to the key of its state in ``base.state``.
+        placement: which states rest on the host; None where all stay where the update runs.
+        memory: supplies the host memory.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        resting: Callable[[nn.Parameter], nn.Parameter],
+        placement: Placement | None,
+        memory: HostMemory,
+    ) -> None:
+        self._base = base
+        self._resting = resting
+        self._placement = placement
+        self._memory = memory
+        self._layouts: dict[Piece, Layout] = {}
+        self._own: dict[tuple[Slice, str], Any] = {}  # of a range of a parameter: its copy of what has no ranges
+        self._begun: dict[nn.Parameter, set[Slice]] = {}  # ranges that had their first update, if not all at once
+
+    def _state(self, param: nn.Parameter) -> dict[str, Any]:
+        return self._base.state[self._resting(param)]
+
+    def _has_state(self, part: Slice) -> bool:
+        begun = self._begun.get(part.param)
+        return self._resting(part.param) in self._base.state and (begun is None or part in begun)
+
+    def _rests_on_host(self, key: str, value: Any, name: str) -> str | None:
+        """The kind of host memory that a state rests in; None where it stays. Scalars are not worth a copy."""
+        if self._placement is None or not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        kind = self._placement.memory(key, name)
+        return None if kind == "device" else kind
+
+    def is_counted(self, key: str, value: Tensor, name: str) -> bool:
+        """Whether a state lies in memory that :class:`HostMemory` counts."""
+        return self._rests_on_host(key, value, name) is not None
+
+    # On the way
+
+    def layout(self, piece: Piece) -> Layout:
+        """Where the states of a piece go in a staging buffer; empty before there are any."""
+        layout = self._layouts.get(piece)
+        if layout is None or not self._is_current(piece, layout):
+            layout = self._layouts[piece] = self._lay_out(piece)
+        return layout
+
+    def _on_host(self, piece: Piece) -> Iterator[tuple[Slice, str, Tensor]]:
+        for part in piece.slices:
+            if self._has_state(part):
+                for key, value in self._state(part.param).items():
+                    if self._rests_on_host(key, value, part.name):
+                        yield part, key, value
+
+    def _is_current(self, piece: Piece, layout: Layout) -> bool:
+        now = list(self._on_host(piece))
+        return len(now) == len(layout.staged) and all(
+            staged.resting is value for staged, (_, _, value) in zip(layout.staged, now, strict=True)
+        )
+
+    def _lay_out(self, piece: Piece) -> Layout:
+        layout = Layout()
+        end_of_run = -1
+        for part, key, value in self._on_host(piece):
+            parts = [part.of(component) for component in components(value)]
+            offsets = []
+            for component in parts:
+                memory = flat_bytes(component)
+                size = padded(memory.numel())
+                offsets.append(layout.nbytes)
+                if layout.runs and memory.data_ptr() == end_of_run and _same_storage(layout.runs[-1][0], memory):
+                    before, at = layout.runs[-1]
+                    whole = before.as_strided((layout.nbytes - at + memory.numel(),), (1,))
+                    layout.runs[-1] = (whole, at)
+                else:
+                    layout.runs.append((memory, layout.nbytes))
+                end_of_run = memory.data_ptr() + size
+                layout.nbytes += size
+            layout.staged.append(_Staged(part, key, value, parts, offsets))
+        return layout
+
+    def staged(self, part: Slice, layout: Layout, buffer: Tensor) -> dict[str, Any]:
+        """The state of one slice for the base optimizer, with what rests on the host in ``buffer``."""
+        state = self._in_place(part)
+        for entry in layout.staged:
+            if entry.slice is part:
+                pairs = zip(entry.parts, entry.offsets, strict=True)
+                views = [_view(buffer, offset, component) for component, offset in pairs]
+                state[entry.key] = rebuild(part.of(entry.resting), iter(views))
+        return state
+
+    def _in_place(self, part: Slice) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if not self._has_state(part):
+            return state
+        for key, value in self._state(part.param).items():
+            if self._rests_on_host(key, value, part.name):
+                continue
+            if part.is_whole:
+                state[key] = value
+            elif isinstance(value, Tensor) and value.shape == part.param.shape:
+                state[key] = part.of(value)
+            else:
+                copy = value.clone() if isinstance(value, Tensor) else value
+                state[key] = self._own.setdefault((part, key), copy)
+        return state
+
+    @staticmethod
+    def keep_in_place(before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Where an update put a new tensor in a state's place, bring its values into the old one."""
+        for key, value in before.items():
+            if isinstance(value, Tensor) and now.get(key) is not value and _same_form(value, now.get(key)):
+                value.copy_(now[key])
+                now[key] = value
+
+    def rest(self, updates: Sequence[tuple[Slice, dict[str, Any], dict[str, Any]]], move: Move) -> bool:
+        """Take over what an update created; returns whether it created any tensor.
+
+        Args:
+            updates: ``(slice, its state as handed to the base optimizer, its state now)``.
+            move: brings a created tensor to where it rests.
+        """
+        created: list[tuple[Slice, str, Tensor]] = []
+        for part, before, now in updates:
+            if not part.is_whole and (part.param in self._begun or self._resting(part.param) not in self._base.state):
+                self._begun.setdefault(part.param, set()).add(part)
+            target = self._state(part.param)
+            for key, value in now.items():
+                if key in before and value is before[key]:
+                    continue
+                if not isinstance(value, Tensor) or (not part.is_whole and value.shape != (part.numel,)):
+                    target[key] = value
+                    if not part.is_whole:
+                        self._own[part, key] = value
+                elif part.is_whole and not self._rests_on_host(key, value, part.name):
+                    target[key] = value
+                else:
+                    created.append((part, key, value))
+        for part, key, value in created:
+            if not part.is_whole:
+                self._rest_range(part, key, value, move)
+        self._rest_whole([entry for entry in created if entry[0].is_whole], move)
+        return bool(created)
+
+    def _rest_range(self, part: Slice, key: str, value: Tensor, move: Move) -> None:
+        target = self._state(part.param)
+        if key not in target or target[key].shape != part.param.shape:
+            shape = torch.empty(part.param.shape, dtype=value.dtype, device="meta")
+            kind = self._rests_on_host(key, shape, part.name)
+            if kind is None:
+                target[key] = torch.empty(part.param.shape, dtype=value.dtype, device=value.device)
+            else:
+                (target[key],) = self._memory.allocate([shape], "optimizer_state", kind)
+        if self._rests_on_host(key, value, part.name):
+            move(part.of(target[key]), value)
+        else:
+            part.of(target[key]).copy_(value)
+
+    def _rest_whole(self, created: Sequence[tuple[Slice, str, Tensor]], move: Move) -> None:
+        by_kind: dict[str, list[tuple[Slice, str, Tensor]]] = {}
+        for part, key, value in created:
+            kind = self._rests_on_host(key, value, part.name)
+            assert kind is not None
+            by_kind.setdefault(kind, []).append((part, key, value))
+        for kind, entries in by_kind.items():
+            sources = [component for _, _, value in entries for component in components(value)]
+            targets = self._memory.allocate(sources, "optimizer_state", kind)
+            for target, source in zip(targets, sources, strict=True):
+                move(target, source)
+            parts = iter(targets)
+            for part, key, value in entries:
+                self._state(part.param)[key] = rebuild(value, parts)
+
+    # Loading
+
+    def forget(self) -> None:
+        """Drop what was derived from states that have been replaced."""
+        self._own.clear()
+        self._layouts.clear()
+        self._begun.clear()
+
+    def adopt(self, pieces: Iterable[Piece], previous: dict[Any, dict[str, Any]], device: torch.device) -> None:
+        """Bring loaded states to where they rest, into the memory of those that were there before.
+
+        Args:
+            pieces: all pieces.
+            previous: the base optimizer's ``state`` before loading.
+            device: where states that do not rest on the host go.
+        """
+        self.forget()
+        seen: set[tuple[nn.Parameter, str]] = set()
+        for piece in pieces:
+            missing: list[tuple[Slice, str, Tensor]] = []
+            for part in piece.slices:
+                if self._resting(part.param) not in self._base.state:
+                    continue
+                before = previous.get(self._resting(part.param), {})
+                state = self._state(part.param)
+                whole = Slice(part.param, part.name, part.group, 0, part.param.numel())
+                for key, value in list(state.items()):
+                    if (part.param, key) in seen or not isinstance(value, Tensor):
+                        continue
+                    seen.add((part.param, key))
+                    if not self._rests_on_host(key, value, part.name):
+                        if not self._is_host_scalar(key, value, part.group):
+                            state[key] = value.to(device)
+                    elif key in before and _same_form(before[key], value):
+                        for old, new in zip(components(before[key]), components(value), strict=True):
+                            old.copy_(new)
+                        state[key] = before[key]
+                    else:
+                        missing.append((whole, key, value))
+            self._rest_whole(missing, torch.Tensor.copy_)
+
+    def _is_host_scalar(self, key: str, value: Tensor, group: int) -> bool:
+        """Step counters that torch's optimizers keep on the CPU, whatever device they update."""
+        options = self._base.param_groups[group]
+        return value.dim() == 0 and key == "step" and not (options.get("fused") or options.get("capturable"))
+
+
+def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+    return buffer[offset : offset + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _same_form(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or type(a) is not type(b):
+        return False
+    pairs = list(zip(components(a), components(b), strict=False))
+    return len(components(a)) == len(components(b)) and all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)

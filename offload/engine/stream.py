@@ -1,0 +1,206 @@
+"""Strategy ``stream``: states rest on the host, are copied to the device around the update, and go back.
+
+Life of a piece: its states are copied up into a slot of the staging ring, before its gradient is there if the
+order of the last backward tells that it comes next; the update stream waits for both, runs the base optimizer, and
+the states are copied down to where they rest. At most two pieces are on their way up at a time, so that which
+piece comes next is decided when the link is free and not long before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from offload.engine.base import Entry, PartialStep
+from offload.engine.memory import padded
+from offload.engine.pipeline import Job, Pipeline, Slot
+from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.states import States
+from offload.engine.units import Piece, Slice
+
+SLOTS = 4
+"""Staging buffers: one on its way up, one updating, one on its way down, one ahead."""
+
+UPLOADS_IN_FLIGHT = 2
+
+
+class StreamPipeline(Pipeline):
+    """Updates pieces on the device with states brought from the host.
+
+    Args:
+        runtime: streams of the device.
+        step: runs the base optimizer on part of its parameters.
+        states: where states rest.
+    """
+
+    name = "offload-stream"
+
+    def __init__(self, runtime: Runtime, step: PartialStep, states: States) -> None:
+        super().__init__(runtime)
+        self._step = step
+        self._states = states
+        self._free = deque(Slot() for _ in range(SLOTS))
+        self._staged: dict[Piece, Slot] = {}
+        self._uploads: deque[Event] = deque()
+        self._rested: dict[Piece, Event] = {}
+        self._last_rested: Event = DONE
+        self._expected: list[Piece] = []
+        self._holding = True
+        self._flushing = False
+
+    # The caller's side
+
+    def expect(self, pieces: Sequence[Piece]) -> None:
+        """The order in which the next updates will be submitted; their states are brought up ahead of them."""
+        with self._signal:
+            self._expected = list(pieces)
+            self._holding = False
+            self._signal.notify_all()
+
+    def settle(self) -> None:
+        """As above; nothing is brought up ahead afterwards, until the next :meth:`submit`."""
+        self.wait_for_jobs()
+        with self._signal:
+            self._holding = True
+            self._flushing = bool(self._staged)
+            self._signal.notify_all()
+            while self._flushing and self._error is None:
+                self._signal.wait()
+            self._raise_error()
+        self._last_rested.synchronize()
+        self._last_update.synchronize()
+
+    def staging_bytes(self) -> int:
+        """Device memory of the staging ring."""
+        return sum(slot.buffer.numel() + slot.gradients.numel() for slot in [*self._free, *self._staged.values()])
+
+    # The worker's side
+
+    def _work_once(self) -> bool:
+        with self._signal:
+            while True:
+                job = next((job for job in self._queue if job.piece in self._staged), None)
+                if job is None:
+                    job = self._choose()
+                if job is not None:
+                    self._queue.remove(job)
+                    if job.piece in self._expected:
+                        self._expected.remove(job.piece)
+                    self._holding = False
+                    break
+                if self._flushing or self._stopping:
+                    self._flushing = False
+                    self._free.extend(self._staged.values())
+                    self._staged.clear()
+                    self._signal.notify_all()
+                    if self._stopping:
+                        return False
+                elif (piece := self._next_expected()) is not None:
+                    break
+                self._signal.wait()
+        if job is None:
+            assert piece is not None
+            self._stage(piece)
+        else:
+            if job.piece not in self._staged:
+                self._stage(job.piece)
+            self._update(job, self._staged.pop(job.piece))
+        return True
+
+    def _next_expected(self) -> Piece | None:
+        """The piece to bring up ahead, while a slot stays free for one that nobody expected."""
+        if self._holding or len(self._free) < 2:
+            return None
+        while self._expected:
+            piece = self._expected.pop(0)
+            if piece not in self._staged and self._states.layout(piece).nbytes:
+                return piece
+        return None
+
+    def _stage(self, piece: Piece) -> None:
+        """Queue the copies that bring a piece's states up."""
+        if not self._free:
+            self._free.append(self._staged.pop(next(reversed(self._staged))))
+        slot = self._free.popleft()
+        self._staged[piece] = slot
+        layout = self._states.layout(piece)
+        slot.filled = DONE
+        if not layout.nbytes:
+            return
+        while len(self._uploads) >= UPLOADS_IN_FLIGHT:
+            self._uploads.popleft().synchronize()
+        slot.buffer = self._device_buffer(slot, slot.buffer, layout.nbytes)
+        after = (slot.made, slot.freed, self._rested.get(piece, DONE))
+        for host, offset in layout.runs:
+            target = slot.buffer[offset : offset + host.numel()]
+            slot.filled = self._runtime.copy(target, host, "up", after, f"{piece.name} states up")
+        self._uploads.append(slot.filled)
+
+    def _device_buffer(self, slot: Slot, buffer: Tensor, nbytes: int) -> Tensor:
+        """``buffer``, or a larger one where it is too small."""
+        if buffer.numel() >= nbytes:
+            return buffer
+        larger = self._runtime.empty_device(nbytes)
+        # The allocator hands out memory that the stream it allocates for may still be reading.
+        slot.made = self._runtime.record()
+        return larger
+
+    def _update(self, job: Job, slot: Slot) -> None:
+        layout = self._states.layout(job.piece)
+        slices = job.slices
+        from_host = self._bring_gradients(job, slot)
+        with self._runtime.updating(f"{job.piece.name} update"):
+            self._runtime.wait(job.ready)
+            self._runtime.wait(slot.filled)
+            entries = []
+            for part in slices:
+                gradient = from_host.get(part)
+                if gradient is None:
+                    gradient = part.of(job.gradients[part.param].values)
+                    self._runtime.borrow([gradient])
+                if job.scale is not None:
+                    gradient.mul_(job.scale)
+                state = self._states.staged(part, layout, slot.buffer)
+                gradient = gradient.to(part.param.dtype)
+                entries.append(Entry(part.group, part.of(part.param.detach()), gradient, state))
+            before = [dict(entry.state) for entry in entries]
+            self._step(entries, job.groups)
+            for old, entry in zip(before, entries, strict=True):
+                self._states.keep_in_place(old, entry.state)
+            updated = self._runtime.record()
+        slot.freed = updated
+
+        def down(target: Tensor, source: Tensor) -> None:
+            name = f"{job.piece.name} states down"
+            slot.freed = self._last_rested = self._runtime.copy(target, source, "down", (updated,), name)
+
+        for host, offset in layout.runs:
+            down(host, slot.buffer[offset : offset + host.numel()])
+        changes = [(part, old, entry.state) for part, old, entry in zip(slices, before, entries, strict=True)]
+        if self._states.rest(changes, down):
+            # What a first update created does not lie in the ring: one piece of it at a time.
+            slot.freed.synchronize()
+        self._rested[job.piece] = slot.freed
+        self._free.append(slot)
+        job.gradients.clear()
+        self._finish(job, updated)
+
+    def _bring_gradients(self, job: Job, slot: Slot) -> dict[Slice, Tensor]:
+        """Copy gradients that rest on the host up, behind the states."""
+        from_host = {part: job.gradients[part.param] for part in job.slices if job.gradients[part.param].on_host}
+        if not from_host:
+            return {}
+        spans = {part: part.of(gradient.values) for part, gradient in from_host.items()}
+        total = sum(padded(span.nbytes) for span in spans.values())
+        slot.gradients = self._device_buffer(slot, slot.gradients, total)
+        gradients: dict[Slice, Tensor] = {}
+        offset = 0
+        for part, span in spans.items():
+            target = slot.gradients[offset : offset + span.nbytes].view(span.dtype).view(span.shape)
+            after = (slot.made, slot.freed, from_host[part].arrived())
+            slot.filled = self._runtime.copy(target, span, "up", after, f"{job.piece.name} gradient up")
+            gradients[part] = target
+            offset += padded(span.nbytes)
+        return gradients

@@ -1,0 +1,139 @@
+"""What is updated together: units (a layer, the embedding, the head), cut into pieces that fit a staging buffer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_ELEMENTS = 16 * 2**20
+"""Elements of the largest piece, unless a single tensor that cannot be cut is larger. 32 MiB of bf16: long enough
+for full speed on any link, short enough that a few of them in flight are small beside a layer."""
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|module(?=\.))\.?")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's or module's name without what checkpointing and compiling wrappers put into it."""
+    return _WRAPPERS.sub("", name).strip(".")
+
+
+def unit_of(name: str) -> str:
+    """The unit that a parameter belongs to: its name up to the first numbered module, else its module's name.
+
+    ``layers.3.attn.q_proj.weight`` is in ``layers.3``, ``tok_embeddings.weight`` in ``tok_embeddings``.
+    """
+    parts = clean_name(name).split(".")[:-1]
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts)
+
+
+@dataclass(eq=False, frozen=True)
+class Slice:
+    """A range of a parameter's elements, in row-major order: ``[start, stop)``; the whole parameter most often."""
+
+    param: nn.Parameter
+    name: str
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.param.numel()
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.param.numel()
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This range of a tensor of the parameter's shape: the tensor itself, or a flat view of it.
+
+        Raises:
+            RuntimeError: for a range of a tensor that is not contiguous, which has no flat view.
+        """
+        return tensor if self.is_whole else tensor.view(-1)[self.start : self.stop]
+
+
+@dataclass(eq=False)
+class Piece:
+    """Slices that are staged together and updated by one call of the base optimizer."""
+
+    unit: Unit
+    slices: list[Slice]
+    rank: int = 0
+    """Position in the order in which the next forward needs the pieces."""
+
+    @property
+    def numel(self) -> int:
+        return sum(s.numel for s in self.slices)
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name}: {self.slices[0].name}"
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that the next forward waits for together."""
+
+    name: str
+    params: list[nn.Parameter] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def build_units(params: Iterable[tuple[nn.Parameter, str, int]], *, named: bool, can_cut: bool) -> list[Unit]:
+    """Units in the order of their first parameter.
+
+    Args:
+        params: ``(parameter, name, index of its group)``.
+        named: names are those of a model, so that they tell which parameters belong together; otherwise each
+            parameter is a unit.
+        can_cut: the base optimizer is elementwise, so that a tensor above :data:`CHUNK_ELEMENTS` may be
+            updated in parts.
+    """
+    units: dict[str, Unit] = {}
+    entries: dict[str, list[tuple[nn.Parameter, str, int]]] = {}
+    for param, name, group in params:
+        key = unit_of(name) if named else name
+        units.setdefault(key, Unit(key)).params.append(param)
+        entries.setdefault(key, []).append((param, name, group))
+    for key, unit in units.items():
+        unit.pieces = [Piece(unit, slices) for slices in _cut(entries[key], can_cut)]
+    return list(units.values())
+
+
+def _cut(params: Sequence[tuple[nn.Parameter, str, int]], can_cut: bool) -> list[list[Slice]]:
+    """Slices of at most :data:`CHUNK_ELEMENTS` together where that can be; small parameters share a piece."""
+    cut: list[list[Slice]] = []
+    shared: list[tuple[int, list[Slice]]] = []
+    for param, name, group in params:
+        count = param.numel()
+        if count > CHUNK_ELEMENTS:
+            step = CHUNK_ELEMENTS if can_cut and param.is_contiguous() else count
+            starts = range(0, count, step)
+            cut.extend([[Slice(param, name, group, start, min(start + step, count))] for start in starts])
+            continue
+        whole = Slice(param, name, group, 0, count)
+        for index, (used, slices) in enumerate(shared):
+            if used + count <= CHUNK_ELEMENTS:
+                slices.append(whole)
+                shared[index] = (used + count, slices)
+                break
+        else:
+            shared.append((count, [whole]))
+    return cut + [slices for _, slices in shared]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a uint8 view of shape ``[nbytes]``."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -186,6 +186,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if model is not None:
             self._engine.attach(model)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an OffloadOptimizer cannot be copied or pickled: its parameters are another object's, and a thread of its "
+            "own works on them; save state_dict() and load it into a new one"
+        )
+
     @classmethod
     def config_signature(cls, kwargs: Mapping[str, Any]) -> inspect.Signature:
         """The keyword arguments that a config may give: this class's own and those of ``optimizer_class``.

@@ -134,8 +134,13 @@ class Engine:
     def attach(self, model: nn.Module) -> None:
         """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
         if self._worker is not None:
-            self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle)
+            self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle, self._loaded)
             self._waits.cover(self.units)
+
+    def _loaded(self, params: Iterable[nn.Parameter]) -> None:
+        """The model has loaded new values into some parameters."""
+        if self._copies is not None:
+            self._copies.read(self._copies.known(params))
 
     def _hook(self, param: nn.Parameter) -> None:
         if self._worker is None and self.gradients is None and not self._schedule.update_in_backward:

@@ -1,7 +1,7 @@
 """Strategy ``host``: parameters have a copy in host memory, and the base optimizer updates it on the CPU.
 
 Life of a piece: its gradient comes down into a slot (or rests on the host already), the base optimizer updates the
-host copy, and the new values go up to the device. While one piece is updated, the gradient of the next comes down.
+host copy, and the new values go up to the device. While one piece is updated, the gradients of the next come down.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.states import Layout, States
 from offload.engine.units import Piece, Slice
 
-SLOTS = 2
-"""Host buffers for gradients: one in use, one coming down."""
+SLOTS = 3
+"""Host buffers for gradients: one in use, the others coming down. Two, because a piece of norms takes no time."""
 
 
 class HostCopies:
@@ -54,6 +54,10 @@ class HostCopies:
     def device(self, host: Tensor) -> Tensor:
         """The inverse of :meth:`of`."""
         return self._device.get(host, host)
+
+    def known(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that have a copy."""
+        return [param for param in params if param in self._host]
 
     def read(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Copy parameters from the device (all that have a copy, by default)."""
@@ -99,7 +103,7 @@ class HostPipeline(Pipeline):
         self._memory = memory
         self._free = deque(Slot() for _ in range(SLOTS))
         self._uploaded: dict[Piece, Event] = {}
-        self._coming: tuple[Job, Slot, dict[Slice, Tensor]] | None = None
+        self._coming: deque[tuple[Job, Slot, dict[Slice, Tensor]]] = deque()
 
     def _prepare_thread(self) -> None:
         # A thread's number of threads is its own. One core stays for the training loop and its data loader.
@@ -107,26 +111,23 @@ class HostPipeline(Pipeline):
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
     def _work_once(self) -> bool:
-        if self._coming is None:
-            self._coming = self._bring_next(block=True)
-        if self._coming is None:
+        while self._free and (job := self._take_next()) is not None:
+            self._coming.append((job, *self._bring_gradients(job)))
+        if not self._coming:
             return False
-        job, slot, gradients = self._coming
-        self._coming = self._bring_next(block=False)
-        self._update(job, slot, gradients)
+        self._update(*self._coming.popleft())
         return True
 
-    def _bring_next(self, *, block: bool) -> tuple[Job, Slot, dict[Slice, Tensor]] | None:
-        """Take the job that comes next and queue its gradients' way down; None where there is none."""
+    def _take_next(self) -> Job | None:
+        """The job that comes next. Waits for one while no other is under way; None where there is none."""
         with self._signal:
-            while block and not self._queue and not self._stopping:
+            while not self._queue and not self._coming and not self._stopping:
                 self._signal.wait()
             job = self._choose()
-            if job is None:
-                return None
-            self._queue.remove(job)
-            self._signal.notify_all()
-        return job, *self._bring_gradients(job)
+            if job is not None:
+                self._queue.remove(job)
+                self._signal.notify_all()
+            return job
 
     def _bring_gradients(self, job: Job) -> tuple[Slot, dict[Slice, Tensor]]:
         slot = self._free.popleft()

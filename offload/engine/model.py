@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class ModelWaits:
         wait: makes the current stream wait for a unit.
         wait_for_all: the same for all units.
         settle: blocks until everything is done; before the model's state is saved or loaded.
+        loaded: told which parameters of a module were loaded.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class ModelWaits:
         wait: Callable[[Unit], None],
         wait_for_all: Callable[[], None],
         settle: Callable[[], None],
+        loaded: Callable[[Iterable[nn.Parameter]], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._wait = _weak(wait)
         self._wait_for_all = _weak(wait_for_all)
         self._settle = _weak(settle)
+        self._loaded = _weak(loaded)
         self._units: dict[nn.Module, list[Unit]] = {}
         self._reached: set[Unit] = set()
         self._early: list[Unit] = []
@@ -55,6 +58,7 @@ class ModelWaits:
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._settle()))
             self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self._settle()))
+            self._handles.append(module.register_load_state_dict_post_hook(self._after_loading))
 
     def cover(self, units: Sequence[Unit]) -> None:
         """Hook the modules of all ``units``; those that the model does not have are left to :meth:`step`."""
@@ -106,6 +110,9 @@ class ModelWaits:
         for unit in self._units.get(module, ()):
             self._reached.add(unit)
             self._wait(unit)
+
+    def _after_loading(self, module: nn.Module, incompatible: Any) -> None:
+        self._loaded(list(module.parameters(recurse=False)))
 
     def _end(self, *_: Any) -> None:
         if self._inside and torch.is_grad_enabled():

@@ -577,6 +577,8 @@ class SimulatedAccelerator:
             if reads and not writes:
                 # A host scalar is an argument of the kernel, read when that is queued.
                 is_argument = tensor.dim() == 0 and self._ledger.on_host(tensor)
+                if is_argument:
+                    thread.clock.tick(thread.name)
                 self._add(tensor, False, thread if is_argument else agent, name, place)
         for tensor, _, writes in touched:
             if writes:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload.component import resolve
 from offload.engine.accumulation import HostGradients
-from offload.engine.base import PartialStep, snapshot
+from offload.engine.base import PartialStep, snapshot, step_alone
 from offload.engine.engine import Engine, Schedule
 from offload.engine.gradients import clip_coefficient, total_norm
 from offload.engine.host import HostCopies, HostPipeline
@@ -184,7 +184,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pull_groups()
         self._engine.add_units(self._units(self.param_groups))
         if model is not None:
-            self._engine.attach(model)
+            self.attach(model)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -201,7 +201,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         own = inspect.signature(cls)
         base_class = base_class_of(kwargs.get("optimizer_class", own.parameters["optimizer_class"].default))
-        merged = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        not_for_configs = ("model",)
+        merged = [p for n, p in own.parameters.items() if n not in (*not_for_configs, "base_kwargs")]
         taken = {p.name for p in merged}
         for parameter in inspect.signature(base_class).parameters.values():
             if parameter.name not in taken and parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -279,6 +280,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         members = [(p, self._paths[p], i) for i, group in enumerate(groups, first) for p in group["params"]]
         is_named = all(p in self._named for p, _, _ in members)
         return build_units(members, named=is_named, can_cut=self._can_cut and self._worker is not None)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the forward of ``model`` wait for each unit's update, so that :meth:`step` need not; as ``model=``."""
+        self._engine.attach(model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer and to the base optimizer, as torch.optim.Optimizer does."""
@@ -502,13 +507,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._worker is None and not self.update_in_backward:
             self._push_groups()
             with self._engine.gradients_in_place():
-                result = self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
-                loss = loss if closure is None else result
+                if closure is None:
+                    step_alone(self.base_optimizer)
+                else:
+                    loss = step_alone(self.base_optimizer, closure)
             self._pull_groups()
         elif not self._is_per_parameter and self._copies is not None:
             self._push_groups()
             with self._engine.gradients_on_host(self._copies) as updated:
-                self.base_optimizer.step()
+                step_alone(self.base_optimizer)
             self._engine.upload(updated, self._copies)
             self._pull_groups()
         else:

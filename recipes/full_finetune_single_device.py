@@ -146,6 +146,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     def save_checkpoint(self) -> Path:
         """Save the model and all that a resume needs; returns the folder."""
+        self.synchronize_optimizer()
         return self.checkpoints.save(self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state())
 
 

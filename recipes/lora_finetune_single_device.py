@@ -158,6 +158,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
     def save_checkpoint(self) -> Path:
         """Save the adapter, the merged model unless it is not wanted, and all that a resume needs."""
         only_adapter = self.settings.save_adapter_weights_only
+        self.synchronize_optimizer()
         return self.checkpoints.save(
             self.global_step,
             model=None if only_adapter else merged_weights(self.model),

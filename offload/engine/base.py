@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,15 @@ def snapshot(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
     ]
 
 
+def step_alone(base: torch.optim.Optimizer, *closure: Callable[[], Any]) -> Any:
+    """``base.step(*closure)`` without the hooks that are registered for all optimizers: the caller's optimizer is the
+    one that steps, and runs them itself."""
+    step = type(base).step
+    if getattr(step, "hooked", False):  # by torch.optim.Optimizer._patch_step_function
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step(base, *closure)
+
+
 class PartialStep:
     """Steps a base optimizer over a few tensors, leaving its own groups and state alone.
 
@@ -67,6 +76,6 @@ class PartialStep:
         self._base.param_groups = [dict(groups[index], params=params) for index, params in members.items()]
         self._base.state = states
         try:
-            self._base.step()
+            step_alone(self._base)
         finally:
             self._base.param_groups, self._base.state = [], defaultdict(dict)

@@ -6,6 +6,7 @@ the one that the next forward needs first. Arrival order would leave exactly the
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Pipeline:
         self._updated: dict[Unit, Event] = {}
         self._last_update: Event = DONE
         self._error: BaseException | None = None
+        self._error_is_known = False
         self._stopping = False
         self._thread: Thread | None = None
 
@@ -126,9 +128,12 @@ class Pipeline:
             self._signal.notify_all()
         thread.join()
         self._runtime.wait(self._last_update)
+        if self._error is not None and not self._error_is_known:
+            warnings.warn(f"updates were lost: {type(self._error).__name__}: {self._error}", stacklevel=2)
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            self._error_is_known = True
             raise self._error
 
     # The worker's side

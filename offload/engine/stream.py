@@ -45,6 +45,7 @@ class StreamPipeline(Pipeline):
         self._staged: dict[Piece, Slot] = {}
         self._uploads: deque[Event] = deque()
         self._rested: dict[Piece, Event] = {}
+        self._last_staged: Event = DONE
         self._last_rested: Event = DONE
         self._expected: list[Piece] = []
         self._holding = True
@@ -69,6 +70,8 @@ class StreamPipeline(Pipeline):
             while self._flushing and self._error is None:
                 self._signal.wait()
             self._raise_error()
+        # What was brought up ahead is not used, but is still being read.
+        self._last_staged.synchronize()
         self._last_rested.synchronize()
         self._last_update.synchronize()
 
@@ -137,6 +140,7 @@ class StreamPipeline(Pipeline):
             target = slot.buffer[offset : offset + host.numel()]
             slot.filled = self._runtime.copy(target, host, "up", after, f"{piece.name} states up")
         self._uploads.append(slot.filled)
+        self._last_staged = slot.filled
 
     def _device_buffer(self, slot: Slot, buffer: Tensor, nbytes: int) -> Tensor:
         """``buffer``, or a larger one where it is too small."""

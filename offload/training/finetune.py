@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.training import torchao_shim
 from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtune
@@ -163,8 +164,12 @@ class FinetuneRecipe:
     def setup_optimizer(self, resumed: Loaded | None) -> None:
         """Optimizer and schedule over what is trained, with the state of the checkpoint."""
         settings = self.settings
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = instantiate(settings.optimizer, self.params)
+        named = [(clean_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.params = [param for _, param in named]
+        self.optimizer = instantiate(settings.optimizer, named)
+        # An optimizer that works on while the next step begins lets each layer's forward wait for its own update.
+        if hasattr(self.optimizer, "attach"):
+            self.optimizer.attach(self.model)
         check_training(
             self.optimizer,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -210,6 +215,11 @@ class FinetuneRecipe:
         if limit is not None:
             batches = (batch for _, batch in zip(range(limit), batches, strict=False))
         return evaluate(self.loss, self.model, batches, self.device)
+
+    def synchronize_optimizer(self) -> None:
+        """Wait for updates that are still under way, before parameters are read outside of the model's forward."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
 
     def recipe_state(self) -> dict[str, Any]:
         """What a resume needs beside the model."""

@@ -33,8 +33,12 @@ PLAIN = ("optimizer=torch.optim.AdamW",)
 STRATEGIES = {
     "resident": ("optimizer.strategy=resident",),
     "host": ("optimizer.strategy=host",),
+    "stream": ("optimizer.strategy=stream",),
     "host with gradients": ("optimizer.strategy=host", "optimizer.offload_gradients=True"),
 }
+
+
+IN_BACKWARD = "optimizer.update_in_backward=True"
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -99,7 +103,10 @@ def test_every_strategy_equals_plain_adamw_bit_for_bit(
     common = (f"gradient_accumulation_steps={accumulation}", f"clip_grad_norm={clip}")
     plain = workspace.run(tmp_path / "plain", *PLAIN, *common)
     assert plain.status == 0, plain.err
-    for name, overrides in STRATEGIES.items():
+    strategies = dict(STRATEGIES)
+    if clip == "null":
+        strategies |= {f"{name} in backward": (*how, IN_BACKWARD) for name, how in STRATEGIES.items()}
+    for name, overrides in strategies.items():
         result = workspace.run(tmp_path / name.replace(" ", "_"), *overrides, *common)
         assert result.status == 0, result.err
         assert_same(result.weights(20), plain.weights(20))

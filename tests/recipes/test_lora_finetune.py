@@ -39,6 +39,7 @@ PLAIN_LOSS = "loss=torch.nn.CrossEntropyLoss"
 STRATEGIES = {
     "resident": ("optimizer.strategy=resident",),
     "host": ("optimizer.strategy=host",),
+    "stream": ("optimizer.strategy=stream",),
     "host with gradients": ("optimizer.strategy=host", "optimizer.offload_gradients=True"),
 }
 NF4_MODEL = {**MODEL, "embed_dim": 128, "num_kv_heads": 4, "intermediate_dim": 384}

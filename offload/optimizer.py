@@ -48,6 +48,9 @@ an attribute ``elementwise = True``."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose ``fused=True`` makes one pass over memory instead of one per operation, on the CPU too."""
 
+FUSED_IN_FP32_ONLY = (torch.optim.SGD,)
+"""Of them, those whose CPU kernel is wrong for 16-bit parameters: torch 2.13's SGD reads momentum that nobody wrote."""
+
 ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -334,6 +337,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._push_groups()
         state_dict = self.base_optimizer.state_dict()
+        if self._placement is not None:
+            ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+            names = {index: self._paths[p] for index, p in zip(ids, _tensors(self.param_groups), strict=True)}
+            state_dict["state"] = self._states.for_saving(state_dict["state"], names)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -671,6 +678,8 @@ def _with_fused(
     chosen = {"fused", "foreach", "capturable", "differentiable"}
     groups_choose = any(chosen & group.keys() for group in groups)
     floating = all(param.is_floating_point() for param in _tensors(groups))
+    if base_class in FUSED_IN_FP32_ONLY:
+        floating = all(param.dtype in (torch.float32, torch.float64) for param in _tensors(groups))
     if base_class not in FUSED or chosen & kwargs.keys() or groups_choose or not floating:
         return kwargs
     log.info("%s: fused=True, one pass over host memory per step", base_class.__name__)

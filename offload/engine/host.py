@@ -104,6 +104,7 @@ class HostPipeline(Pipeline):
         self._free = deque(Slot() for _ in range(SLOTS))
         self._uploaded: dict[Piece, Event] = {}
         self._coming: deque[tuple[Job, Slot, dict[Slice, Tensor]]] = deque()
+        self._largest = 0
 
     def _prepare_thread(self) -> None:
         # A thread's number of threads is its own. One core stays for the training loop and its data loader.
@@ -111,23 +112,33 @@ class HostPipeline(Pipeline):
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
     def _work_once(self) -> bool:
-        while self._free and (job := self._take_next()) is not None:
-            self._coming.append((job, *self._bring_gradients(job)))
+        if not self._coming:
+            self._bring_next(block=True)
         if not self._coming:
             return False
-        self._update(*self._coming.popleft())
+        current = self._coming.popleft()
+        # Far enough ahead to hide the copy behind an update, and no further: the order is decided here.
+        while self._ahead() * 2 < self._largest and self._bring_next(block=False):
+            pass
+        self._update(*current)
         return True
 
-    def _take_next(self) -> Job | None:
-        """The job that comes next. Waits for one while no other is under way; None where there is none."""
+    def _ahead(self) -> int:
+        return sum(job.piece.numel for job, _, _ in self._coming)
+
+    def _bring_next(self, *, block: bool) -> bool:
+        """Take the job that comes next and queue its gradients' way down; False where there is none."""
         with self._signal:
-            while not self._queue and not self._coming and not self._stopping:
+            while block and not self._queue and not self._stopping:
                 self._signal.wait()
-            job = self._choose()
-            if job is not None:
-                self._queue.remove(job)
-                self._signal.notify_all()
-            return job
+            job = self._choose() if self._free else None
+            if job is None:
+                return False
+            self._queue.remove(job)
+            self._signal.notify_all()
+        self._largest = max(self._largest, job.piece.numel)
+        self._coming.append((job, *self._bring_gradients(job)))
+        return True
 
     def _bring_gradients(self, job: Job) -> tuple[Slot, dict[Slice, Tensor]]:
         slot = self._free.popleft()

@@ -7,7 +7,7 @@ piece side by side: one copy brings them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,27 @@ class States:
         kind = self._placement.memory(key, name)
         return None if kind == "device" else kind
 
+    def for_saving(
+        self, states: Mapping[int, Mapping[str, Any]], names: Mapping[int, str]
+    ) -> dict[int, dict[str, Any]]:
+        """States of a ``state_dict`` as tensors with a storage of their own, over the same memory.
+
+        What is saved or copied is then a state and not the slab that it lies in.
+
+        Args:
+            states: by a parameter's position over all groups.
+            names: the parameters' names, by the same.
+        """
+        return {
+            index: {
+                key: rebuild(value, map(_alone, components(value)))
+                if self._rests_on_host(key, value, names[index])
+                else value
+                for key, value in state.items()
+            }
+            for index, state in states.items()
+        }
+
     def is_counted(self, key: str, value: Tensor, name: str) -> bool:
         """Whether a state lies in memory that :class:`HostMemory` counts."""
         return self._rests_on_host(key, value, name) is not None
@@ -199,15 +220,15 @@ class States:
         for part, before, now in updates:
             if not part.is_whole and (part.param in self._begun or self._resting(part.param) not in self._base.state):
                 self._begun.setdefault(part.param, set()).add(part)
-            target = self._state(part.param)
             for key, value in now.items():
-                if key in before and value is before[key]:
+                target = self._state(part.param)
+                has_ranges = isinstance(value, Tensor) and value.shape == (part.numel,)
+                if not part.is_whole and not has_ranges:
+                    # The last range to be updated speaks for the parameter.
+                    target[key] = self._own[part, key] = value
+                elif key in before and value is before[key]:
                     continue
-                if not isinstance(value, Tensor) or (not part.is_whole and value.shape != (part.numel,)):
-                    target[key] = value
-                    if not part.is_whole:
-                        self._own[part, key] = value
-                elif part.is_whole and not self._rests_on_host(key, value, part.name):
+                elif not isinstance(value, Tensor) or part.is_whole and not self._rests_on_host(key, value, part.name):
                     target[key] = value
                 else:
                     created.append((part, key, value))
@@ -291,6 +312,13 @@ class States:
         """Step counters that torch's optimizers keep on the CPU, whatever device they update."""
         options = self._base.param_groups[group]
         return value.dim() == 0 and key == "step" and not (options.get("fused") or options.get("capturable"))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage has nothing else in it; it keeps the slab alive."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    return torch.from_numpy(flat_bytes(tensor).numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:

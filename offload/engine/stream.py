@@ -48,15 +48,17 @@ class StreamPipeline(Pipeline):
         self._last_staged: Event = DONE
         self._last_rested: Event = DONE
         self._expected: list[Piece] = []
+        self._overdue: set[Job] = set()
         self._holding = True
         self._flushing = False
 
     # The caller's side
 
     def expect(self, pieces: Sequence[Piece]) -> None:
-        """The order in which the next updates will be submitted; their states are brought up ahead of them."""
+        """The order in which the next step's updates will be submitted; their states are brought up ahead of them."""
         with self._signal:
             self._expected = list(pieces)
+            self._overdue = set(self._queue)
             self._holding = False
             self._signal.notify_all()
 
@@ -85,42 +87,46 @@ class StreamPipeline(Pipeline):
         with self._signal:
             while True:
                 job = next((job for job in self._queue if job.piece in self._staged), None)
-                if job is None:
-                    job = self._choose()
-                if job is not None:
-                    self._queue.remove(job)
-                    if job.piece in self._expected:
-                        self._expected.remove(job.piece)
-                    self._holding = False
+                piece = None if job is not None else self._next_to_stage()
+                if job is not None or piece is not None:
                     break
                 if self._flushing or self._stopping:
-                    self._flushing = False
-                    self._free.extend(self._staged.values())
-                    self._staged.clear()
-                    self._signal.notify_all()
+                    self._flush()
                     if self._stopping:
                         return False
-                elif (piece := self._next_expected()) is not None:
-                    break
                 self._signal.wait()
-        if job is None:
+            if job is not None:
+                self._queue.remove(job)
+        if job is not None:
+            self._update(job, self._staged.pop(job.piece))
+        else:
             assert piece is not None
             self._stage(piece)
-        else:
-            if job.piece not in self._staged:
-                self._stage(job.piece)
-            self._update(job, self._staged.pop(job.piece))
         return True
 
+    def _next_to_stage(self) -> Piece | None:
+        """Of the pieces that are ready and the one that backward will come to next, the one needed first."""
+        job = self._choose()
+        if job in self._overdue:
+            return job.piece  # what is expected belongs to the step after its
+        ahead = self._next_expected()
+        if job is None or (ahead is not None and ahead.rank < job.piece.rank):
+            return ahead
+        return job.piece
+
     def _next_expected(self) -> Piece | None:
-        """The piece to bring up ahead, while a slot stays free for one that nobody expected."""
-        if self._holding or len(self._free) < 2:
+        """The piece to bring up before its gradient is there, while enough slots stay free for those that have it."""
+        if self._holding or self._stopping or len(self._free) < 2:
             return None
-        while self._expected:
-            piece = self._expected.pop(0)
-            if piece not in self._staged and self._states.layout(piece).nbytes:
-                return piece
-        return None
+        pieces = (piece for piece in self._expected if piece not in self._staged)
+        return next((piece for piece in pieces if self._states.layout(piece).nbytes), None)
+
+    def _flush(self) -> None:
+        """Give up what was brought up ahead."""
+        self._flushing = False
+        self._free.extend(self._staged.values())
+        self._staged.clear()
+        self._signal.notify_all()
 
     def _stage(self, piece: Piece) -> None:
         """Queue the copies that bring a piece's states up."""
@@ -128,6 +134,8 @@ class StreamPipeline(Pipeline):
             self._free.append(self._staged.pop(next(reversed(self._staged))))
         slot = self._free.popleft()
         self._staged[piece] = slot
+        if piece in self._expected:
+            self._expected.remove(piece)
         layout = self._states.layout(piece)
         slot.filled = DONE
         if not layout.nbytes:
@@ -152,6 +160,7 @@ class StreamPipeline(Pipeline):
         return larger
 
     def _update(self, job: Job, slot: Slot) -> None:
+        self._holding = False
         layout = self._states.layout(job.piece)
         slices = job.slices
         from_host = self._bring_gradients(job, slot)
@@ -174,7 +183,8 @@ class StreamPipeline(Pipeline):
             for old, entry in zip(before, entries, strict=True):
                 self._states.keep_in_place(old, entry.state)
             updated = self._runtime.record()
-        slot.freed = updated
+        if layout.nbytes or from_host:
+            slot.freed = updated
 
         def down(target: Tensor, source: Tensor) -> None:
             name = f"{job.piece.name} states down"

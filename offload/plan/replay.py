@@ -315,7 +315,8 @@ def _run(machine: Machine, load: Workload, build: Callable[[SimulatedAccelerator
     inside = [span for span in trace if begin <= span.start < end]
     busy: dict[str, float] = {}
     for span in inside:
-        busy[span.agent] = busy.get(span.agent, 0.0) + (span.end - span.start) / MEASURED
+        agent = span.agent.partition("#")[0]  # a thread that was started again
+        busy[agent] = busy.get(agent, 0.0) + (span.end - span.start) / MEASURED
     return Result(
         step=(end - begin) / MEASURED,
         compute=busy["compute"],

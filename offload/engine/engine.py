@@ -451,7 +451,6 @@ class Engine:
         if self.gradients is not None:
             self.gradients.synchronize()
         if self._worker is not None:
-            self.wait_for_all()
             self._worker.settle()
 
 

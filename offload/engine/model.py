@@ -67,20 +67,20 @@ class ModelWaits:
         modules = dict(reversed([(clean_name(name), module) for name, module in model.named_modules()]))
         unit_by_param = {param: unit for unit in units for param in unit.params}
         self._units = {}
-        covered = set()
+        covered: set[nn.Parameter] = set()
         for name, module in model.named_modules():
             for attribute, param in module.named_parameters(recurse=False):
                 unit = unit_by_param.get(param)
                 if unit is None:
                     continue
-                covered.add(unit)
+                covered.add(param)
                 target = unit_of(f"{clean_name(name)}.{attribute}")
                 while isinstance(modules[target], CONTAINERS):
                     target = target.rpartition(".")[0]
                 waiting = self._units.setdefault(modules[target], [])
                 if unit not in waiting:
                     waiting.append(unit)
-        self._uncovered = [unit for unit in units if unit not in covered]
+        self._uncovered = [unit for unit in units if not covered.issuperset(unit.params)]
         for module in self._units:
             if module not in self._watched and module is not model:
                 self._watched.add(module)

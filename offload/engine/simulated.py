@@ -613,11 +613,18 @@ class SimulatedAccelerator:
         self._ledger.add(tensor, writes=writes, agent=agent.name, clock=agent.clock, name=name, place=place)
 
     def _empty(self, nbytes: int, *, on_host: bool) -> Tensor:
-        with _silence(self._point()):
+        thread = self._point()
+        with _silence(thread):
             buffer = torch.full((nbytes,), POISON, dtype=torch.uint8)
         memory = self._ledger.memory(buffer)
         if memory is not None:
             memory.on_host = on_host
+            if not on_host:
+                # The allocator hands out what the current stream may still be using.
+                stream = self._stream_of(thread)
+                stream.clock.join(thread.clock)
+                stream.clock.tick(stream.name)
+                self._add(buffer, True, stream, "empty_device", place_of_caller())
         return buffer
 
     # ---- threads: one at a time has the baton

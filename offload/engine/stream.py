@@ -67,7 +67,7 @@ class StreamPipeline(Pipeline):
         self.wait_for_jobs()
         with self._signal:
             self._holding = True
-            self._flushing = bool(self._staged)
+            self._flushing = self._thread is not None  # it answers between two pieces
             self._signal.notify_all()
             while self._flushing and self._error is None:
                 self._signal.wait()

@@ -25,7 +25,16 @@ def pinned(sim: SimulatedAccelerator, floats: int = FLOATS) -> Tensor:
 
 
 def on_device(sim: SimulatedAccelerator, floats: int = FLOATS) -> Tensor:
-    return sim.empty_device(4 * floats).view(torch.float32)
+    buffer = sim.empty_device(4 * floats).view(torch.float32)
+    sim.record().synchronize()  # the memory is free for every stream from here on
+    return buffer
+
+
+def test_fresh_device_memory_belongs_to_the_stream_that_asked_for_it() -> None:
+    with SimulatedAccelerator() as sim:
+        with pytest.raises(RaceError, match="empty_device on compute writes"):
+            sim.copy(sim.empty_device(40), sim.empty_pinned(40), "up")
+        sim.copy(sim.empty_device(40), sim.empty_pinned(40), "up", after=[sim.record()])
 
 
 def increment(host: Tensor) -> Callable[[], None]:

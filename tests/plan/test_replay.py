@@ -1,0 +1,128 @@
+"""What the engine's schedules cost, on simulated machines: exposed time as units of work, and the README's table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from offload.engine.pipeline import Pipeline
+from offload.plan.replay import Machine, Result, Workload, replay, replay_compute, replay_torchao
+
+ROOT = Path(__file__).parents[2]
+
+LAYERS = 32
+TENSOR = 2**24
+ELEMENTS = 4 * TENSOR
+LOAD = Workload(LAYERS, (TENSOR,) * 4, tokens=1, dtype=torch.float32, recompute=False)
+"""Each of a layer's four tensors is a piece."""
+LAYER_SECONDS = 3.0
+"""Of a layer's compute: one second of forward, two of backward."""
+
+
+def machine(*, link: float = 0.0, cpu: float = 0.0) -> Machine:
+    """A layer takes so many seconds of each direction of the link for its parameters, and of the CPU."""
+    parameters, update = ELEMENTS * 4, 7 * ELEMENTS * 4  # fused AdamW reads four tensors and writes three
+    fast = 1e18
+    return Machine(
+        "three seconds per layer",
+        flops=2.0 * ELEMENTS,
+        up=parameters / link if link else fast,
+        down=parameters / link if link else fast,
+        device=fast,
+        host=update / cpu if cpu else fast,
+    )
+
+
+def ratio(result: Result) -> float:
+    return result.step / result.bound
+
+
+def test_compute_alone() -> None:
+    assert replay_compute(machine(), LOAD).step == pytest.approx(LAYERS * LAYER_SECONDS)
+
+
+@pytest.mark.parametrize(("cpu", "limit", "arrival"), [(0.5, 1.02, 1.0), (1.0, 1.08, 1.25), (1.7, 1.05, 1.1)])
+def test_the_cpu_updates_what_the_next_forward_needs_first(
+    monkeypatch: pytest.MonkeyPatch, cpu: float, limit: float, arrival: float
+) -> None:
+    """The CPU takes ``cpu`` times as long as the device; order of arrival leaves the first layers for last."""
+    slow = machine(cpu=cpu * LAYER_SECONDS)
+    ours = replay(slow, LOAD, strategy="host", update_in_backward=True)
+    assert ours.bound == pytest.approx(max(1, cpu) * LAYERS * LAYER_SECONDS, rel=0.01)
+    assert ratio(ours) <= limit
+    monkeypatch.setattr(Pipeline, "_choose", lambda self: next(iter(self._queue), None))
+    by_arrival = replay(slow, LOAD, strategy="host", update_in_backward=True)
+    assert ratio(by_arrival) >= arrival
+    monkeypatch.undo()
+    without = replay(slow, LOAD, strategy="host", update_in_backward=True, waits_per_unit=False)
+    assert without.step >= ours.step - 1e-6
+
+
+# Two states go up and come down for each tensor, so that a layer takes twice the link time of its parameters.
+@pytest.mark.parametrize(("link", "limit"), [(0.5, 1.03), (0.8, 1.05), (1.0, 1.08), (1.5, 1.05), (3.0, 1.05)])
+def test_states_stream_beside_backward_and_the_next_forward(link: float, limit: float) -> None:
+    """The link takes ``link`` times as long as compute."""
+    slow = machine(link=link * LAYER_SECONDS / 2)
+    result = replay(slow, LOAD, strategy="stream", update_in_backward=True)
+    assert result.bound == pytest.approx(max(1, link) * LAYERS * LAYER_SECONDS, rel=0.02)
+    assert ratio(result) <= limit
+
+
+def test_at_step_hides_behind_the_forward_only() -> None:
+    """Exposed is what a forward of 32 seconds cannot hide of 48 seconds of link, give or take a few pieces."""
+    result = replay(machine(link=LAYER_SECONDS / 4), LOAD, strategy="stream")
+    assert result.exposed == pytest.approx(48 - LAYERS, abs=1.0)
+
+
+def test_step_waits_for_all_without_a_model() -> None:
+    """Updates at step that nobody can wait for one by one are exposed whole."""
+    result = replay(machine(cpu=1.0), LOAD, strategy="host", waits_per_unit=False)
+    assert result.exposed == pytest.approx(LAYERS * 1.0, rel=0.02)
+
+
+def test_torchaos_schedule_updates_in_order_of_arrival() -> None:
+    result = replay_torchao(machine(cpu=LAYER_SECONDS), LOAD)
+    # Backward hides its 64 seconds but for the first layer's; the rest of the CPU's 96 is exposed.
+    assert result.exposed == pytest.approx(LAYERS * LAYER_SECONDS - 64 + 2, abs=1.5)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("timelines_under_test", ROOT / "scripts" / "timelines.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def record(script: ModuleType) -> Any:
+    return json.loads(script.RECORD.read_text())
+
+
+def test_the_readme_has_the_recorded_table(script: ModuleType, record: Any) -> None:
+    assert script.BEGIN + script.table(record) + script.END in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_recorded_schedules_are_close_to_what_the_machine_can_do(record: Any) -> None:
+    rows = [row for row in record["rows"] if row["schedule"].startswith(("`stream`, in", "`host`, in"))]
+    rows = [row for row in rows if "step()" not in row["schedule"]]
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        first, second = sorted(row["busy_ms"].values(), reverse=True)[:2]
+        limit = 1.08 if second > 0.9 * first else 1.05
+        assert row["step_ms"] <= limit * row["bound_ms"], row
+
+
+def test_one_recorded_row_is_what_the_engine_does_now(script: ModuleType, record: Any) -> None:
+    load = script.dataclasses.replace(script.LLAMA2_7B, tokens=4096)
+    name = "`stream`, in backward"
+    result = script.SCHEDULES[name](script.MACHINES["h200"], load)
+    (row,) = [r for r in record["rows"] if (r["machine"], r["tokens"], r["schedule"]) == ("h200", 4096, name)]
+    assert result.step * 1e3 == pytest.approx(row["step_ms"], rel=0.01)

@@ -318,9 +318,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest."""
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.settle()
+        if hasattr(self, "_engine"):
+            self._engine.settle()
+            self._states.publish()
         if self._copies is None:
             return self.base_optimizer.state
         return _StateView(self.base_optimizer, self._copies)
@@ -335,6 +335,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self.synchronize()
+        self._states.publish()
         self._push_groups()
         state_dict = self.base_optimizer.state_dict()
         if self._placement is not None:

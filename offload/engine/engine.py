@@ -25,7 +25,7 @@ from offload.engine.pipeline import Gradient, Job, Pipeline
 from offload.engine.runtime import Runtime
 from offload.engine.states import Layout, States
 from offload.engine.stream import StreamPipeline
-from offload.engine.units import Piece, Unit
+from offload.engine.units import Piece, Unit, in_layout_of
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class Engine:
         if self._copies is not None:
             self._copies.check(param)
         if not isinstance(gradient, TakenGradient):
-            return Gradient(gradient.contiguous())
+            return Gradient(gradient.contiguous() if param.is_contiguous() else gradient)
         assert gradient.rest is not None
         if not gradient.on_host or self._runtime.shares_memory:
             return Gradient(gradient.rest)
@@ -296,7 +296,8 @@ class Engine:
         for part in job.slices:
             gradient = part.of(job.gradients[part.param].values)
             state = self._states.staged(part, Layout(), gradient)
-            entries.append(Entry(part.group, part.of(part.param.detach()), gradient.to(part.param.dtype), state))
+            tensor = part.of(part.param.detach())
+            entries.append(Entry(part.group, tensor, in_layout_of(gradient.to(tensor.dtype), tensor), state))
         before = [dict(entry.state) for entry in entries]
         self._step(entries, job.groups)
         parts = zip(job.slices, before, entries, strict=True)

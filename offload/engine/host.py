@@ -42,7 +42,8 @@ class HostCopies:
     def add(self, params: Sequence[nn.Parameter]) -> None:
         """Make copies of the parameters that are trained and have none yet."""
         new = [p for p in params if p.requires_grad and p not in self._host]
-        for param, copy in zip(new, self._memory.allocate(new, "parameters"), strict=True):
+        like = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in new]
+        for param, copy in zip(new, self._memory.allocate(like, "parameters"), strict=True):
             host = nn.Parameter(copy)
             self._host[param], self._device[host] = host, param
         self.read(new)

@@ -45,10 +45,10 @@ class HostMemory:
         self._pin_failed = False
 
     def allocate(self, like: Sequence[Tensor], purpose: str, kind: str = "pinned_host") -> list[Tensor]:
-        """Uninitialised contiguous host tensors with the shapes and dtypes of ``like``.
+        """Uninitialised host tensors with the shapes, dtypes and order of elements of ``like``.
 
         Args:
-            like: shapes and dtypes to match; the tensors may live anywhere, the meta device included.
+            like: what to match; the tensors may live anywhere, the meta device included.
             purpose: the name under which :meth:`report` counts the bytes.
             kind: ``pinned_host``, or ``host`` for pageable memory.
         """
@@ -77,7 +77,9 @@ class HostMemory:
         views, used = [], 0
         for tensor, size in zip(like, sizes, strict=True):
             flat = space[used : used + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            views.append(flat.view(tensor.shape))
+            # What empty_like would give: dense, in the order of a transposed tensor's elements.
+            strides = torch.empty_like(tensor, device="meta").stride()
+            views.append(flat.as_strided(tensor.shape, strides))
             used += size
         return views
 

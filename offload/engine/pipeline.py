@@ -52,6 +52,12 @@ class Job:
     groups: Hyperparameters
     scale: Tensor | None
 
+    def tensors(self) -> list[Tensor]:
+        """The device tensors that an update on the device reads beside parameters and states."""
+        gradients = [gradient.values for gradient in self.gradients.values() if not gradient.on_host]
+        options = [value for group in self.groups for value in group.values() if isinstance(value, Tensor)]
+        return gradients + options + ([] if self.scale is None else [self.scale])
+
     @property
     def slices(self) -> list[Slice]:
         return [part for part in self.piece.slices if part.param in self.gradients]

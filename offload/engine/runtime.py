@@ -82,8 +82,8 @@ class Runtime(Protocol):
         """Inside, torch operations of this thread go to the update stream; ``name`` is for traces."""
 
     def borrow(self, tensors: Iterable[Tensor]) -> None:
-        """Device tensors that the current stream uses and another one allocated: freed, they are not reused
-        before the current stream's queued work is done."""
+        """Tensors that the current stream uses and another one allocated: once they are freed, their memory is not
+        reused before the current stream's queued work is done. Those in host memory are left alone."""
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         """A page-locked host buffer of ``nbytes`` (uint8). Raises RuntimeError where it cannot be had."""
@@ -209,7 +209,8 @@ class AcceleratorRuntime(_Threads):
     def borrow(self, tensors: Iterable[Tensor]) -> None:
         stream = torch.accelerator.current_stream(self._device)
         for tensor in tensors:
-            tensor.record_stream(stream)
+            if tensor.device.type == self._device.type:
+                tensor.record_stream(stream)
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -128,6 +128,13 @@ class States:
             for index, state in states.items()
         }
 
+    def publish(self) -> None:
+        """Bring the base optimizer's ``state`` up to date in what each range of a cut parameter has a copy of."""
+        for (part, key), value in self._own.items():
+            if part.is_last:
+                self._state(part.param)[key] = value
+        self._own.clear()
+
     def is_counted(self, key: str, value: Tensor, name: str) -> bool:
         """Whether a state lies in memory that :class:`HostMemory` counts."""
         return self._rests_on_host(key, value, name) is not None
@@ -197,8 +204,9 @@ class States:
             elif isinstance(value, Tensor) and value.shape == part.param.shape:
                 state[key] = part.of(value)
             else:
-                copy = value.clone() if isinstance(value, Tensor) else value
-                state[key] = self._own.setdefault((part, key), copy)
+                if (part, key) not in self._own:
+                    self._own[part, key] = _copy(value)
+                state[key] = self._own[part, key]
         return state
 
     @staticmethod
@@ -209,8 +217,8 @@ class States:
                 value.copy_(now[key])
                 now[key] = value
 
-    def rest(self, updates: Sequence[tuple[Slice, dict[str, Any], dict[str, Any]]], move: Move) -> bool:
-        """Take over what an update created; returns whether it created any tensor.
+    def rest(self, updates: Sequence[tuple[Slice, dict[str, Any], dict[str, Any]]], move: Move) -> None:
+        """Take over what an update created.
 
         Args:
             updates: ``(slice, its state as handed to the base optimizer, its state now)``.
@@ -224,8 +232,8 @@ class States:
                 target = self._state(part.param)
                 has_ranges = isinstance(value, Tensor) and value.shape == (part.numel,)
                 if not part.is_whole and not has_ranges:
-                    # The last range to be updated speaks for the parameter.
-                    target[key] = self._own[part, key] = value
+                    self._own[part, key] = value
+                    target.setdefault(key, value)
                 elif key in before and value is before[key]:
                     continue
                 elif not isinstance(value, Tensor) or part.is_whole and not self._rests_on_host(key, value, part.name):
@@ -236,7 +244,6 @@ class States:
             if not part.is_whole:
                 self._rest_range(part, key, value, move)
         self._rest_whole([entry for entry in created if entry[0].is_whole], move)
-        return bool(created)
 
     def _rest_range(self, part: Slice, key: str, value: Tensor, move: Move) -> None:
         target = self._state(part.param)
@@ -314,15 +321,21 @@ class States:
         return value.dim() == 0 and key == "step" and not (options.get("fused") or options.get("capturable"))
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _alone(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage has nothing else in it; it keeps the slab alive."""
     if not tensor.numel():
         return torch.empty_like(tensor)
-    return torch.from_numpy(flat_bytes(tensor).numpy()).view(tensor.dtype).view(tensor.shape)
+    flat = torch.from_numpy(flat_bytes(tensor).numpy()).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    return buffer[offset : offset + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+    flat = buffer[offset : offset + like.numel() * like.element_size()].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,7 @@ piece comes next is decided when the link is free and not long before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from offload.engine.memory import padded
 from offload.engine.pipeline import Job, Pipeline, Slot
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.states import States
-from offload.engine.units import Piece, Slice
+from offload.engine.units import Piece, Slice, in_layout_of
 
 SLOTS = 4
 """Staging buffers: one on its way up, one updating, one on its way down, one ahead."""
@@ -54,6 +54,11 @@ class StreamPipeline(Pipeline):
 
     # The caller's side
 
+    def submit(self, jobs: Iterable[Job]) -> None:
+        with self._signal:
+            self._holding = False
+        super().submit(jobs)
+
     def expect(self, pieces: Sequence[Piece]) -> None:
         """The order in which the next step's updates will be submitted; their states are brought up ahead of them."""
         with self._signal:
@@ -64,10 +69,9 @@ class StreamPipeline(Pipeline):
 
     def settle(self) -> None:
         """As above; nothing is brought up ahead afterwards, until the next :meth:`submit`."""
-        self.wait_for_jobs()
         with self._signal:
             self._holding = True
-            self._flushing = self._thread is not None  # it answers between two pieces
+            self._flushing = self._thread is not None  # the worker answers when it has nothing left to update
             self._signal.notify_all()
             while self._flushing and self._error is None:
                 self._signal.wait()
@@ -97,6 +101,10 @@ class StreamPipeline(Pipeline):
                 self._signal.wait()
             if job is not None:
                 self._queue.remove(job)
+                if job in self._overdue:
+                    self._overdue.remove(job)
+                elif job.piece in self._expected:
+                    self._expected.remove(job.piece)
         if job is not None:
             self._update(job, self._staged.pop(job.piece))
         else:
@@ -134,8 +142,6 @@ class StreamPipeline(Pipeline):
             self._free.append(self._staged.pop(next(reversed(self._staged))))
         slot = self._free.popleft()
         self._staged[piece] = slot
-        if piece in self._expected:
-            self._expected.remove(piece)
         layout = self._states.layout(piece)
         slot.filled = DONE
         if not layout.nbytes:
@@ -157,31 +163,36 @@ class StreamPipeline(Pipeline):
         larger = self._runtime.empty_device(nbytes)
         # The allocator hands out memory that the stream it allocates for may still be reading.
         slot.made = self._runtime.record()
+        with self._runtime.updating():
+            self._runtime.borrow([larger])
         return larger
 
     def _update(self, job: Job, slot: Slot) -> None:
-        self._holding = False
         layout = self._states.layout(job.piece)
         slices = job.slices
         from_host = self._bring_gradients(job, slot)
         with self._runtime.updating(f"{job.piece.name} update"):
             self._runtime.wait(job.ready)
             self._runtime.wait(slot.filled)
+            self._runtime.borrow(job.tensors())
             entries = []
             for part in slices:
                 gradient = from_host.get(part)
                 if gradient is None:
                     gradient = part.of(job.gradients[part.param].values)
-                    self._runtime.borrow([gradient])
                 if job.scale is not None:
                     gradient.mul_(job.scale)
                 state = self._states.staged(part, layout, slot.buffer)
-                gradient = gradient.to(part.param.dtype)
-                entries.append(Entry(part.group, part.of(part.param.detach()), gradient, state))
+                tensor = part.of(part.param.detach())
+                gradient = in_layout_of(gradient.to(tensor.dtype), tensor)
+                entries.append(Entry(part.group, tensor, gradient, state))
             before = [dict(entry.state) for entry in entries]
             self._step(entries, job.groups)
             for old, entry in zip(before, entries, strict=True):
                 self._states.keep_in_place(old, entry.state)
+            created: list[tuple[Tensor, Tensor]] = []
+            changes = [(part, old, entry.state) for part, old, entry in zip(slices, before, entries, strict=True)]
+            self._states.rest(changes, lambda target, source: created.append((target, source)))
             updated = self._runtime.record()
         if layout.nbytes or from_host:
             slot.freed = updated
@@ -192,8 +203,9 @@ class StreamPipeline(Pipeline):
 
         for host, offset in layout.runs:
             down(host, slot.buffer[offset : offset + host.numel()])
-        changes = [(part, old, entry.state) for part, old, entry in zip(slices, before, entries, strict=True)]
-        if self._states.rest(changes, down):
+        for target, source in created:
+            down(target, source)
+        if created:
             # What a first update created does not lie in the ring: one piece of it at a time.
             slot.freed.synchronize()
         self._rested[job.piece] = slot.freed

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 16 * 2**20
 """Elements of the largest piece, unless a single tensor that cannot be cut is larger. 32 MiB of bf16: long enough
-for full speed on any link, short enough that a few of them in flight are small beside a layer."""
+for full speed on any link, short enough that a few of them in flight are small beside a layer. A multiple of 64, so
+that ranges of a tensor begin at the alignment of host memory."""
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|module(?=\.))\.?")
 
@@ -135,5 +136,15 @@ def _cut(params: Sequence[tuple[nn.Parameter, str, int]], can_cut: bool) -> list
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a uint8 view of shape ``[nbytes]``."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The memory of a dense tensor as a uint8 view of shape ``[nbytes]``, in memory's order."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
+    """Whether the elements of two tensors of one shape lie in the same order."""
+    return tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())
+
+
+def in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with its elements in the order of those of ``like``: fused kernels walk over memory."""
+    return tensor if has_layout_of(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -175,7 +175,8 @@ class HostPipeline(Pipeline):
             state = self._states.staged(part, Layout(), slot.buffer)
             entries.append(Entry(part.group, host, gradient.to(host.dtype), state))
         before = [dict(entry.state) for entry in entries]
-        self._step(entries, job.groups)
+        with self._runtime.working(f"{job.piece.name} update"):
+            self._step(entries, job.groups)
         parts = zip(gradients, before, entries, strict=True)
         self._states.rest([(part, old, entry.state) for part, old, entry in parts], torch.Tensor.copy_)
         self._free.append(slot)

@@ -81,6 +81,9 @@ class Runtime(Protocol):
     def updating(self, name: str = "") -> AbstractContextManager[None]:
         """Inside, torch operations of this thread go to the update stream; ``name`` is for traces."""
 
+    def working(self, name: str) -> AbstractContextManager[object]:
+        """Inside, this thread does the host's share of an update; ``name`` is for traces."""
+
     def borrow(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that the current stream uses and another one allocated: once they are freed, their memory is not
         reused before the current stream's queued work is done. Those in host memory are left alone."""
@@ -113,6 +116,9 @@ DONE = _Done()
 
 class _Threads:
     """Real threads, for the runtimes on real machines."""
+
+    def working(self, name: str) -> AbstractContextManager[object]:
+        return torch.profiler.record_function(f"offload: {name}")
 
     def signal(self) -> Signal:
         return threading.Condition()

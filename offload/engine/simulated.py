@@ -114,6 +114,7 @@ class _Thread(_Agent):
         place: where it waits, for messages.
         failure: raised in this thread as soon as it has the baton.
         contexts: the ``updating`` blocks it is in, by name.
+        work: the ``working`` block it is in.
     """
 
     def __init__(self, name: str, clock: Clock, now: float) -> None:
@@ -125,6 +126,7 @@ class _Thread(_Agent):
         self.failure: BaseException | None = None
         self.ended = False
         self.contexts: list[_Context] = []
+        self.work: _Context | None = None
         self.silent = False
         self.real: threading.Thread | None = None
 
@@ -411,6 +413,15 @@ class SimulatedAccelerator:
         finally:
             thread.contexts.pop()
 
+    @contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        thread = self._current()
+        thread.work = _Context(name)
+        try:
+            yield
+        finally:
+            thread.work = None
+
     def borrow(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: memory that was touched is never used again here, so a missing call does not show."""
         self._current()
@@ -596,7 +607,8 @@ class SimulatedAccelerator:
             assert context is not None
             self._charge(agent, thread, nbytes / self.rates.device, context.name, context)
         elif agent is thread and thread is not self._main:
-            self._charge(thread, thread, nbytes / self.rates.host, operation, thread)
+            name, key = (operation, thread) if thread.work is None else (thread.work.name, thread.work)
+            self._charge(thread, thread, nbytes / self.rates.host, name, key)
         if blocks and isinstance(agent, _Stream):
             self._drain(thread, agent)
 

@@ -51,9 +51,15 @@ def draw(trace: Sequence[Span], path: str | Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     rows = agents(trace)
-    units = list(dict.fromkeys(unit_of(span) for span in trace))
-    palette = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    colour = {unit: palette[number % len(palette)] for number, unit in enumerate(units)}
+    by_time = sorted(trace, key=lambda span: (span.agent != "compute", span.start))
+    units = list(dict.fromkeys(unit_of(span) for span in by_time))
+    if len(units) <= 20:
+        colours = list(colormaps["tab20"].colors)  # type: ignore[attr-defined]
+    else:
+        # In order of appearance, so that a layer and its neighbours look alike.
+        colours = [colormaps["turbo"](number / (len(units) - 1)) for number in range(len(units))]
+    colour = dict(zip(units, colours, strict=False))
+    edge = "white" if len(trace) < 200 else "none"
     end = max((span.end for span in trace), default=0.0)
     factor, unit_of_time = (1e3, "ms") if end < 1 else (1.0, "s")
 
@@ -62,7 +68,7 @@ def draw(trace: Sequence[Span], path: str | Path, title: str) -> None:
     for span in trace:
         row = rows.index(span.agent)
         width = span.end - span.start
-        axes.barh(row, width * factor, left=span.start * factor, color=colour[unit_of(span)], edgecolor="white")
+        axes.barh(row, width * factor, left=span.start * factor, color=colour[unit_of(span)], edgecolor=edge)
         # About 130 characters fit across the figure.
         if end and width / end * 130 > len(span.name):
             middle = (span.start + span.end) / 2 * factor

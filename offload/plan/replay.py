@@ -102,7 +102,7 @@ class Result:
         step: from one step to the next.
         compute: of them, forward and backward.
         busy: for each agent, the seconds per step that it works.
-        trace: who did what when, in the last step.
+        trace: who did what when, in one step, from the beginning of its forward.
     """
 
     step: float
@@ -189,10 +189,11 @@ def _model(simulator: SimulatedAccelerator, machine: Machine, load: Workload) ->
         weight = torch.zeros(load.edge // load.shrink, dtype=load.dtype)
         model.add_module("embedding", _Work(simulator, "embedding", (0.0, 0.0), weight))
     for index in range(load.layers):
-        layer = _layer(simulator, f"layer {index}", machine, load, load.tensors, again=load.recompute)
+        layer = _layer(simulator, str(index), machine, load, load.tensors, again=load.recompute)
         model.add_module(str(index), layer)
     if load.edge:
-        model.add_module("head", _layer(simulator, "head", machine, load, [load.edge], again=False))
+        forward = load.forward_flops(load.edge) / machine.flops
+        model.add_module("head", _Work(simulator, "head", (forward, 2 * forward), weight.clone()))
     return model
 
 
@@ -262,12 +263,15 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
         hosts: dict[Tensor, nn.Parameter] = {}
         optimizers: dict[Tensor, torch.optim.Optimizer] = {}
         arrived: dict[Tensor, Event] = {}
+        units_of: dict[Tensor, str] = {param: units.unit_of(name) for name, param in model.named_parameters()}
 
         def on_gradient(param: Tensor) -> None:
             assert param.grad is not None
             host = hosts[param].grad
             assert host is not None
-            arrived[param] = simulator.copy(host, param.grad, "down", (simulator.record(),), "gradient down")
+            arrived[param] = simulator.copy(
+                host, param.grad, "down", (simulator.record(),), f"{units_of[param]}: gradient"
+            )
             param.grad = None
 
         for param in model.parameters():
@@ -282,8 +286,10 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
                 # On a thread of its own, because the simulator charges host work to started threads.
                 for param, event in arrived.items():
                     event.synchronize()
-                    optimizers[param].step()
-                    uploads.append(simulator.copy(param.detach(), hosts[param].detach(), "up", (), "parameters up"))
+                    name = units_of[param]
+                    with simulator.working(f"{name}: update"):
+                        optimizers[param].step()
+                    uploads.append(simulator.copy(param.detach(), hosts[param].detach(), "up", (), f"{name}: weight"))
                 uploads[-1].synchronize()
 
             uploads: list[Event] = []
@@ -294,6 +300,14 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
         return step
 
     return _run(machine, load, build)
+
+
+def _within(trace: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
+    """What lies between two points in time, the first of them being zero."""
+    for span in trace:
+        if span.end > begin and span.start < end and span.end > span.start:
+            agent = span.agent.partition("#")[0]
+            yield Span(agent, span.name, max(span.start, begin) - begin, min(span.end, end) - begin)
 
 
 def _run(machine: Machine, load: Workload, build: Callable[[SimulatedAccelerator, nn.Module], Stepper]) -> Result:
@@ -321,5 +335,5 @@ def _run(machine: Machine, load: Workload, build: Callable[[SimulatedAccelerator
         step=(end - begin) / MEASURED,
         compute=busy["compute"],
         busy=busy,
-        trace=[span for span in trace if begins[-2] <= span.end and span.start < begins[-1]],
+        trace=list(_within(trace, begins[WARM_UP], begins[WARM_UP + 1])),
     )

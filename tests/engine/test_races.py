@@ -349,7 +349,7 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
     model, extra, kwargs = Model(), scenario.extra, dict(scenario.kwargs)
     if extra == "bf16":
         model.bfloat16()
-    for layer in model.layers if extra == "compiled" else ():
+    for layer in [*model.layers, *model.children()] if extra == "compiled" else ():
         layer._compiled_call_impl = layer._call_impl  # what compile() would put there, without a compiler
     temperature = nn.Parameter(torch.ones((), dtype=model.scale.dtype))  # the model does not have it
     named = [*model.named_parameters(), *([("loss.temperature", temperature)] if extra == "outside" else [])]
@@ -620,7 +620,8 @@ LIKELY = {
     "__init__:self._settle()": "read model",
     "__init__:self._settle()#2": "load model",
     "first.wait": "zeroing",
-    "wait=": "zeroing",
+    "TakenGradient(": "zeroing",
+    "HostGradients(": "zeroing",
     "add_param_group": "grow",
     "state_dict": "read state",
     "load_state_dict": "load",

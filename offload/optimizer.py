@@ -297,7 +297,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups)
         (group,) = as_groups([param_group])
         self._name([group], first)
-        self._engine.settle()
         self.base_optimizer.add_param_group(self._resting_groups([group])[0])
         super().add_param_group(group)
         self._pull_groups()

@@ -155,12 +155,12 @@ class HostGradients:
                     return False
                 self._signal.wait()
             param, buffer, slot, first = self._additions.popleft()
+        # Copies down run in order, so the buffer's first gradient is there once this one is.
         slot.filled.synchronize()
         addend = slot.buffer[: buffer.numel() * param.element_size()].view(param.dtype).view(buffer.shape)
         if first:
             buffer.copy_(addend)
         else:
-            self._arrived.get(param, DONE).synchronize()
             buffer.add_(addend)
         with self._signal:
             self._pending[param] -= 1

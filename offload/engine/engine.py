@@ -48,13 +48,13 @@ class _Progress:
     Attributes:
         expected: parameters of each piece that had a gradient in the last step.
         arrived: those whose gradients are final in this one.
-        order: pieces in the order in which they became complete.
+        order: pieces in the order in which they became complete; a dict for its order and its speed.
         submitted: parameters whose update was submitted in backward.
     """
 
     expected: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
     arrived: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
-    order: list[Piece] = field(default_factory=list)
+    order: dict[Piece, None] = field(default_factory=dict)
     submitted: set[nn.Parameter] = field(default_factory=set)
 
     def next(self) -> _Progress:
@@ -133,6 +133,8 @@ class Engine:
 
     def attach(self, model: nn.Module) -> None:
         """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
+        if self._waits is not None:
+            self._waits.remove()
         if self._worker is not None:
             self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle, self._loaded)
             self._waits.cover(self.units)
@@ -229,7 +231,7 @@ class Engine:
             was_complete = piece in self._progress.order
             arrived.add(param)
             if not was_complete and arrived >= self._progress.expected[piece]:
-                self._progress.order.append(piece)
+                self._progress.order[piece] = None
                 complete.append(piece)
         if complete and self._schedule.update_in_backward:
             submitted = self._submit(complete)
@@ -336,7 +338,7 @@ class Engine:
                 piece.rank = rank
         if isinstance(self._worker, StreamPipeline):
             in_backward = self._schedule.update_in_backward and came
-            self._worker.expect(last.order if in_backward else sorted(pieces, key=lambda piece: piece.rank))
+            self._worker.expect(list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank))
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:

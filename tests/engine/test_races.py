@@ -415,6 +415,10 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             optimizer.zero_grad(set_to_none=False)
         elif extra != "keep":
             optimizer.zero_grad()
+    if extra == "close" and simulator is not None:
+        running = simulator.running
+        optimizer._engine.gradients.close()
+        assert simulator.running == running - 1, "the thread that adds gradients runs on"
     if extra == "delete":
         del optimizer
         return [*seen, model.scale * 2, model(tokens(0)).detach()]
@@ -553,6 +557,7 @@ EXTRAS = [
         "sgd",
     ],
 ]
+EXTRAS.append("outside")  # step() waits for what the model does not have, and so for what was queued before it
 SPECIAL = [
     Scenario(strategy, offload_gradients=offload_gradients, attached=attached, accumulation=accumulation, extra=extra)
     for extra in EXTRAS
@@ -568,6 +573,7 @@ SPECIAL += [
     for accumulation in (1, 2)
     for strategy in ("stream", "host")
 ]
+SPECIAL += [Scenario("host", offload_gradients=True, accumulation=2, extra="close")]
 SCENARIOS = [*BASIC, *SPECIAL]
 ORDERS = ["late", "pauses", "early", 0, 1]
 
@@ -605,12 +611,15 @@ def test_the_engine_as_it_is_passes(scenario: Scenario, order: Any, monkeypatch:
 LIKELY = {
     "_uploaded": "step twice",
     "Pipeline.close": "delete",
-    "HostGradients.close": "delete",
+    "HostGradients.close": "close",
     "HostGradients.take": "drop",
-    "HostGradients.synchronize": "norm",
+    "HostGradients.synchronize:while": "norm",
+    "HostGradients.synchronize:event": "whole",
+    "Engine.settle:self.gradients": "clip",
+    "_bring_gradients:after[slot.freed]": "sgd",
     "HostPipeline._update:after": "evaluate before",
     "last_staged": "save and load",
-    "StreamPipeline.settle:self._last_update": "zeroing",
+    "StreamPipeline.settle:self._last_update": "sgd",
     "StreamPipeline.settle:while": "edit state",
     "gradients_on_host": "whole",
     "norms": "norm",
@@ -631,19 +640,33 @@ LIKELY = {
 }
 """The kind of scenario that is tried first: saves time, decides nothing."""
 
+LIKELY_PAUSES = ("_stage:self._uploads", "HostPipeline._bring_next", "sync_from_model", "_last_staged")
+"""Waits that are missed first where the worker does some of its work early: the same."""
+
+
+ELSEWHERE = {
+    # Units that are not seen to be waited for wait at the start of the forward instead: values are right, the overlap
+    # is lost. tests/engine/test_model_waits.py::test_each_forward_waits_for_its_own_unit_only asserts that it is there.
+    "model.py:ModelWaits._watch.wait_and_call:call(module)",
+}
+"""Waits whose removal costs time and not values, and that a test of their own covers."""
+
 
 def likely_first(wait: Wait) -> list[tuple[Scenario, Any]]:
     extras = [extra for part, extra in LIKELY.items() if part in wait.name]
     strategy = "stream" if "stream.py" in wait.name else "host" if "host.py" in wait.name else ""
 
-    def key(case: tuple[Scenario, Any]) -> tuple[bool, bool]:
-        return case[0].extra not in extras if extras else False, strategy not in case[0].strategy
+    first_order = "pauses" if any(part in wait.name for part in LIKELY_PAUSES) else "late"
+
+    def key(case: tuple[Scenario, Any]) -> tuple[bool, bool, bool]:
+        other_kind = case[0].extra not in extras if extras else False
+        return case[1] != first_order, other_kind, strategy not in case[0].strategy
 
     cases = [(scenario, order) for order in ORDERS for scenario in SCENARIOS]
     return sorted(cases, key=key)
 
 
-@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", [wait for wait in WAITS if wait.name not in ELSEWHERE], ids=lambda wait: wait.name)
 def test_removing_a_wait_fails_a_scenario(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     without(wait, monkeypatch)
     if not any(fails(scenario, order, monkeypatch) for scenario, order in likely_first(wait)):

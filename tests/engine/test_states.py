@@ -135,7 +135,7 @@ def test_ranges_of_a_large_parameter_share_one_resting_state(monkeypatch: pytest
         (part,) = piece.slices
         assert states.layout(piece).nbytes == 0 and states.staged(part, Layout(), torch.empty(0)) == {}
         now = {"step": torch.tensor(1.0), "exp_avg": torch.full((part.numel,), float(number))}
-        assert states.rest([(part, {}, now)], Tensor.copy_)
+        states.rest([(part, {}, now)], Tensor.copy_)
     assert base.state[param]["exp_avg"].flatten().tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
     assert base.state[param]["exp_avg"].shape == (2, 5) and base.state[param]["step"] == 1
     first, second = (states.staged(p.slices[0], Layout(), torch.empty(0))["step"] for p in unit.pieces[:2])

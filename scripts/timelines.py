@@ -115,8 +115,9 @@ def table(record: dict[str, Any]) -> str:
 
 def write_into_readme(text: str) -> None:
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, "README.md has no place for the table"
     readme.write_text(before + BEGIN + text + END + after, encoding="utf-8")
 
 

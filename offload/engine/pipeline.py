@@ -6,9 +6,10 @@ the one that the next forward needs first. Arrival order would leave exactly the
 
 from __future__ import annotations
 
+import heapq
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,51 @@ class Job:
         return [part for part in self.piece.slices if part.param in self.gradients]
 
 
+class Jobs:
+    """Submitted jobs. Each is asked whether it is ready until it is, in order of submission, which is the order in
+    which the device gets there: hundreds of jobs cost little."""
+
+    def __init__(self) -> None:
+        self._all: dict[Job, None] = {}
+        self._of: dict[Piece, deque[Job]] = {}
+        self._waiting: deque[Job] = deque()
+        self._ready: list[tuple[int, int, Job]] = []  # a heap; may hold jobs that were removed
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._all)
+
+    def add(self, job: Job) -> None:
+        """Put a job in; jobs of one piece stay in order."""
+        self._all[job] = None
+        self._of.setdefault(job.piece, deque()).append(job)
+        self._waiting.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Take a job out."""
+        del self._all[job]
+        self._of[job.piece].remove(job)
+
+    def of(self, piece: Piece) -> Job | None:
+        """The first job of a piece."""
+        jobs = self._of.get(piece)
+        return jobs[0] if jobs else None
+
+    def best(self) -> Job | None:
+        """Of the jobs that are ready, the one needed first; else the one that will be ready first."""
+        while self._waiting and (self._waiting[0] not in self._all or self._waiting[0].ready.is_done()):
+            job = self._waiting.popleft()
+            if job in self._all:
+                heapq.heappush(self._ready, (job.piece.rank, self._added, job))
+                self._added += 1
+        while self._ready and self._ready[0][2] not in self._all:
+            heapq.heappop(self._ready)
+        return self._ready[0][2] if self._ready else next(iter(self._all), None)
+
+
 class Pipeline:
     """Jobs in, updated units out. Subclasses say what the worker does with a job.
 
@@ -74,7 +120,7 @@ class Pipeline:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._signal = runtime.signal()
-        self._queue: list[Job] = []
+        self._queue = Jobs()
         self._open: Counter[Unit] = Counter()
         self._updated: dict[Unit, Event] = {}
         self._last_update: Event = DONE
@@ -90,7 +136,7 @@ class Pipeline:
         with self._signal:
             self._raise_error()
             for job in jobs:
-                self._queue.append(job)
+                self._queue.add(job)
                 self._open[job.piece.unit] += 1
             if self._thread is None and self._queue:
                 self._thread = self._runtime.start(self._work, self.name)
@@ -153,7 +199,7 @@ class Pipeline:
         except BaseException as error:
             with self._signal:
                 self._error = error
-                self._queue.clear()
+                self._queue = Jobs()
                 self._signal.notify_all()
 
     def _prepare_thread(self) -> None:
@@ -164,9 +210,8 @@ class Pipeline:
         raise NotImplementedError
 
     def _choose(self) -> Job | None:
-        """Of the jobs that are ready, the one needed first; else the one that will be ready first."""
-        ready = [job for job in self._queue if job.ready.is_done()]
-        return min(ready, key=lambda job: job.piece.rank) if ready else next(iter(self._queue), None)
+        """The job to work on next."""
+        return self._queue.best()
 
     def _finish(self, job: Job, updated: Event) -> None:
         """Tell the caller that a piece's update is queued and done after ``updated``."""

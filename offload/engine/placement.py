@@ -32,6 +32,7 @@ class Placement:
 
     def __init__(self, rules: str | Sequence[Any]) -> None:
         self.rules: list[tuple[re.Pattern[str], str]] = []
+        self._known: dict[tuple[str, str], str] = {}
         entries: Sequence[Any] = [rules] if isinstance(rules, str) else rules
         if not isinstance(entries, (list, tuple)):
             raise UserError(f"{KEY}: expected a regular expression or a list of rules, got {rules!r}")
@@ -41,9 +42,11 @@ class Placement:
 
     def memory(self, state: str, name: str) -> str:
         """The memory kind of one state of one parameter."""
-        path = f"{state}/{name}"
-        matching = [memory for pattern, memory in self.rules if pattern.fullmatch(path)]
-        return matching[-1] if matching else "device"
+        if (state, name) not in self._known:
+            path = f"{state}/{name}"
+            matching = [memory for pattern, memory in self.rules if pattern.fullmatch(path)]
+            self._known[state, name] = matching[-1] if matching else "device"
+        return self._known[state, name]
 
     def check(self, paths: Iterable[str]) -> None:
         """Refuse patterns that match none of the paths that there are.

@@ -90,7 +90,7 @@ class StreamPipeline(Pipeline):
     def _work_once(self) -> bool:
         with self._signal:
             while True:
-                job = next((job for job in self._queue if job.piece in self._staged), None)
+                job = next(filter(None, map(self._queue.of, self._staged)), None)
                 piece = None if job is not None else self._next_to_stage()
                 if job is not None or piece is not None:
                     break

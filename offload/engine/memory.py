@@ -43,6 +43,7 @@ class HostMemory:
         self._bytes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._open: dict[tuple[str, str], Tensor] = {}
         self._pin_failed = False
+        self._lock = runtime.signal()  # the caller and the workers allocate
 
     def allocate(self, like: Sequence[Tensor], purpose: str, kind: str = "pinned_host") -> list[Tensor]:
         """Uninitialised host tensors with the shapes, dtypes and order of elements of ``like``.
@@ -52,6 +53,10 @@ class HostMemory:
             purpose: the name under which :meth:`report` counts the bytes.
             kind: ``pinned_host``, or ``host`` for pageable memory.
         """
+        with self._lock:
+            return self._allocate(like, purpose, kind)
+
+    def _allocate(self, like: Sequence[Tensor], purpose: str, kind: str) -> list[Tensor]:
         sizes = [padded(t.numel() * t.element_size()) for t in like]
         if self._runtime.shares_memory or kind == "host":
             self._bytes["host"][purpose] += sum(sizes)

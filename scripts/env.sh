@@ -182,6 +182,9 @@ prepare() {
 }
 
 prepare
+# After a change of its sources: an installation in place compiles it once.
+"$VENV/bin/python" "$ROOT/hatch_build.py" >/dev/null ||
+    say "the CPU kernel of offload.optim was not compiled: updates on the CPU take PyTorch's operations, and longer"
 export VIRTUAL_ENV=$VENV
 export PATH=$VENV/bin:$PATH
 unset PYTHONHOME

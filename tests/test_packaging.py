@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,7 +20,7 @@ hatchling_sdist = pytest.importorskip("hatchling.builders.sdist", reason="the bu
 hatchling_wheel = pytest.importorskip("hatchling.builders.wheel", reason="the build backend: pip install -e .[dev]")
 
 ROOT = Path(__file__).parents[1]
-WHEEL = f"tune_offload-{offload.__version__}-py3-none-any.whl"
+LIBRARY = "offload/optim/kernels/_adamw" + (".dylib" if sys.platform == "darwin" else ".so")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,29 @@ def files(*patterns: str) -> set[str]:
         path.relative_to(ROOT).as_posix()
         for pattern in patterns
         for path in ROOT.glob(pattern)
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and not any(p.startswith(".build-") for p in path.parts)
     }
+
+
+def hatch_build():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(hatch_build().compiler())
+    except RuntimeError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+
+
+def wheel_name(tag: str) -> str:
+    return f"tune_offload-{offload.__version__}-py3-none-{tag}.whl"
 
 
 def names(wheel: Path) -> set[str]:
@@ -51,7 +74,7 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_a_wheel_holds_the_package_with_recipes_and_configs_inside(wheel):
-    assert wheel.name == WHEEL
+    assert wheel.name == wheel_name(hatch_build().platform_tag() if has_compiler() else "any")
     moved = {f"offload/{name}" for name in files("recipes/**/*", "configs/**/*")}
     assert any(name.startswith("offload/configs/") for name in moved)
     assert names(wheel) == files("offload/**/*") | moved | {"tune_offload.pth"}
@@ -81,11 +104,36 @@ def test_an_sdist_holds_everything_and_builds_the_same_wheel(sdist, wheel, tmp_p
     (root,) = tmp_path.iterdir()
     held = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     wanted = files("offload/**/*", "recipes/**/*", "configs/**/*", "scripts/**/*", "tests/**/*.py", ".ci/*")
-    wanted |= {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "tune_offload.pth"}
-    assert wanted <= held
+    wanted |= {"pyproject.toml", "hatch_build.py", "constraints.txt", "README.md", "LICENSE", "tune_offload.pth"}
+    assert wanted - {LIBRARY} <= held
+    assert LIBRARY not in held
     rebuilt = tmp_path / "rebuilt"
     (path,) = hatchling_wheel.WheelBuilder(str(root)).build(directory=str(rebuilt), versions=["standard"])
     assert names(Path(path)) == names(wheel)
+
+
+@needs_compiler
+def test_a_wheel_brings_the_cpu_kernel(wheel):
+    assert LIBRARY in names(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/WHEEL"))
+        lines = archive.read(metadata).decode().splitlines()
+    assert "Root-Is-Purelib: false" in lines
+    assert f"Tag: py3-none-{hatch_build().platform_tag()}" in lines
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"], ids=["missing", "failing"])
+def test_without_a_working_compiler_a_pure_wheel_is_built_and_says_so(tmp_path, monkeypatch, capsys, compiler):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "tune_offload.pth"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("offload", "recipes", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "_adamw.*"))
+    monkeypatch.setenv("CC", compiler)
+    (path,) = hatchling_wheel.WheelBuilder(str(tmp_path)).build(directory=str(tmp_path / "dist"), versions=["standard"])
+    assert Path(path).name == wheel_name("any")
+    assert LIBRARY not in names(Path(path))
+    said = capsys.readouterr()
+    assert "without its CPU kernel" in said.out + said.err
 
 
 def test_an_editable_wheel_points_here_and_brings_the_hook(tmp_path):

@@ -1,0 +1,388 @@
+"""Adam and AdamW whose state is packed: :class:`AdamW`, :class:`Adam`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offload.optim import cpu, interchange, reference
+from offload.optim.codes import GOLDEN_RATIO
+from offload.optim.formats import (
+    BLOCK,
+    MASTERS,
+    STATE_BLOCK,
+    STATE_DTYPES,
+    Constants,
+    Item,
+    Kind,
+    param_kind,
+    random_key,
+    state_spec,
+    tensor_key,
+)
+
+Group = dict[str, Any]
+
+OWN_OPTIONS = ("state_dtype", "master")
+"""What a group keeps when a state is loaded: an optimizer's format is its own, a loaded state is converted."""
+
+KERNEL_DEVICES = ("cuda",)
+"""Devices that the Triton kernel runs on; ROCm calls itself cuda too."""
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (https://arxiv.org/abs/1412.6980) with 2 to 8 bytes of state per parameter, an exact master included.
+
+    ============ ========== ========== ==============================================================================
+    state_dtype  master     bytes      of state per bf16 parameter, beside the parameter's own 2
+    ============ ========== ========== ==============================================================================
+    fp32         split      10         to the last bit what fp32 Adam computes
+    bf16         split      6
+    int8         split      4.03       moments in blocks of 256 that share a scale
+    int8         stochastic 2.03       the parameter keeps 8 bits of precision; their expectation is exact
+    int8         none       2.03       changes below 1/256 of a weight are lost, as with torch.optim.AdamW in bf16
+    ============ ========== ========== ==============================================================================
+
+    With ``split``, a bf16 parameter is the upper half of an fp32 master weight, whose lower half lies beside the
+    moments. fp32 parameters are their own master. Every result is a function of parameters, gradients, hyperparameters
+    and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device change a bit.
+
+    Args:
+        params: parameters, groups or named parameters; fp32 or bf16, dense.
+        lr: learning rate, a float or a 0-dim tensor.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        weight_decay: added to the gradient, as a multiple of the parameter.
+        amsgrad: is not supported; False.
+        maximize: ascend.
+        state_dtype: of both moments: ``fp32``, ``bf16``, ``int8`` (companded codes) or ``fp8`` (minifloats).
+        master: what keeps the changes of a bf16 parameter that are too small for it: ``none``, ``stochastic``
+            rounding, or ``split``.
+        seed: of the random bits that round bf16 second moments and ``stochastic`` parameters.
+
+    ``state_dtype`` and ``master``, like the hyperparameters, may differ between groups.
+
+    Raises:
+        ValueError: for a value out of range, a name that is not one of those above, or parameters of another dtype.
+    """
+
+    per_parameter = True
+    elementwise = True
+    folds_gradient_scale = True
+    owns_loaded_states = True
+    state_block: Mapping[str, int] = STATE_BLOCK
+
+    _step_supports_amp_scaling = True
+    _coupled = True
+
+    gradient_scale: Tensor | None = None
+    """0-dim factor for the gradients of the next steps, applied by the update itself; None for 1."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
+        master: Literal["none", "stochastic", "split"] = "split",
+        seed: int = 0,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+            "master": master,
+            "seed": seed,
+        }
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as :meth:`torch.optim.Optimizer.add_param_group` does, whose options may differ."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, index: int, group: Group) -> None:
+        name = type(self).__name__
+        if group["amsgrad"]:
+            raise ValueError(f"amsgrad=True: {name} keeps no third moment; set amsgrad=False or use torch.optim.{name}")
+        for key, known in (("state_dtype", STATE_DTYPES), ("master", MASTERS)):
+            if group[key] not in known:
+                near = difflib.get_close_matches(str(group[key]), known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"{key}={group[key]!r}: expected one of {', '.join(known)}; did you mean {near}?")
+        limits = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
+        values = {key: float(group[key]) for key in limits}
+        values |= {f"betas[{i}]": float(beta) for i, beta in enumerate(group["betas"])}
+        for key, value in values.items():
+            limit = limits.get(key, 1.0)
+            if not 0.0 <= value < limit:
+                raise ValueError(f"{key}={value}: expected at least 0 and less than {limit}")
+        for position, param in enumerate(group["params"]):
+            if param.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(
+                    f"parameter {position} of group {index} is {param.dtype}: {name} takes torch.float32 and "
+                    f"torch.bfloat16; convert the model, or use torch.optim.{name}"
+                )
+
+    # Update
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; one call of a kernel for all of them.
+
+        A ``torch.amp.GradScaler`` hands its scale over, which the update applies, and a gradient that is not
+        finite leaves parameters and states alone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None or not found_inf.item():
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        members = []
+        for group_index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                members.append((group_index, param))
+        trained = [(i, group, param) for i, (group, param) in enumerate(members) if param.grad is not None]
+        if not trained:
+            return
+        steps = [self._state_of(param, self.param_groups[group])["step"] for _, group, param in trained]
+        torch._foreach_add_(steps, 1)
+        plans: dict[tuple[int, float], _Plan] = {}
+        copied: list[tuple[Tensor, Tensor]] = []
+        by_device: dict[torch.device, list[Item]] = {}
+        for (position, group_index, param), step in zip(trained, steps, strict=True):
+            count = step.item()
+            plan = plans.get((group_index, count))
+            if plan is None:
+                plan = plans[group_index, count] = _Plan(self.param_groups[group_index], int(count), self._coupled)
+            item = self._item(param, position, plan, copied)
+            by_device.setdefault(param.device, []).append(item)
+        scale = self._scale()
+        for device, items in by_device.items():
+            _run(device, items, scale)
+        for target, source in copied:
+            target.copy_(source)
+
+    def _state_of(self, param: Tensor, group: Group) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0, device="cpu")
+            spec = state_spec(param.dtype, param.numel(), group["state_dtype"], group["master"])
+            for key, dtype in spec.items():
+                if key in STATE_BLOCK:
+                    like = param.new_empty(-(-param.numel() // BLOCK), dtype=dtype)
+                else:
+                    like = torch.empty_like(param, dtype=dtype)
+                if like.device.type == "cpu":
+                    cpu.advise_huge_pages(like)
+                state[key] = like.zero_()
+        return state
+
+    def _item(self, param: Tensor, position: int, plan: _Plan, copied: list[tuple[Tensor, Tensor]]) -> Item:
+        state, grad = self.state[param], param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients; build the embedding with sparse=False"
+            )
+        values = param
+        if not param.is_contiguous() and not _is_dense(param):
+            values = param.contiguous()
+            copied.append((param, values))
+        if grad.dtype != param.dtype or grad.stride() != values.stride():
+            grad = torch.empty_like(values).copy_(grad)
+        position, start = getattr(param, "offload_range", (position, 0))
+        key_param, key_v = plan.keys(position)
+        return Item(
+            plan.kinds[param.dtype],
+            values,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("exp_avg_scale"),
+            state.get("exp_avg_sq_scale"),
+            state.get("remainder"),
+            start,
+            key_param,
+            key_v,
+            plan.constants,
+        )
+
+    def _scale(self) -> Tensor | None:
+        """What the gradients are multiplied with: the engine's factor, over that of a GradScaler."""
+        scale, grad_scale = self.gradient_scale, getattr(self, "grad_scale", None)
+        if grad_scale is None:
+            return scale
+        inverse = grad_scale.double().reciprocal().float()
+        return inverse if scale is None else inverse * scale.to(inverse.device)
+
+    # States
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], states_on: torch.device | None = None) -> None:
+        """Load a state of any format: of this class, or of torch.optim.AdamW and Adam.
+
+        States are converted to the format that this optimizer was built with, which therefore stays as it is.
+        Where the saved state has fp32 ``master`` weights (see :func:`offload.optim.from_plain`) and this one keeps
+        a remainder, parameters have to have their values already.
+
+        Args:
+            state_dict: what ``state_dict()`` gave.
+            states_on: where loaded states go; each parameter's own device by default.
+
+        Raises:
+            ValueError: where groups, shapes or masters do not fit.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)  # type: ignore[arg-type]
+            state_dict = state_dict if replaced is None else replaced
+        state, groups = interchange.loaded(state_dict, self.param_groups, OWN_OPTIONS, states_on)
+        for index, group in enumerate(groups):
+            self._check_group(index, group)
+        self.__setstate__({"state": state, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (https://arxiv.org/abs/1711.05101); all else as :class:`Adam`.
+
+    Args:
+        weight_decay: each step shrinks the parameter by ``lr * weight_decay`` of itself.
+    """
+
+    _coupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
+        master: Literal["none", "stochastic", "split"] = "split",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            state_dtype=state_dtype,
+            master=master,
+            seed=seed,
+        )
+
+
+class _Plan:
+    """What the tensors of one group at one step number have in common."""
+
+    def __init__(self, group: Group, step: int, coupled: bool) -> None:
+        self.constants = _constants(group, step, coupled)
+        state_dtype, master = group["state_dtype"], group["master"]
+        self.kinds = {
+            dtype: Kind(param_kind(dtype, master), state_dtype, coupled and group["weight_decay"] != 0)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        seed = group["seed"]
+        self._param_key = random_key(seed, step, 0) if master == "stochastic" else None
+        self._is_coded = state_dtype in ("int8", "fp8")
+        self._v_key = random_key(seed, 0 if self._is_coded else step, 1) if state_dtype != "fp32" else None
+        self._walked = GOLDEN_RATIO * step
+
+    def keys(self, position: int) -> tuple[int, int]:
+        """``key_param`` and ``key_v`` of the parameter at a position over all groups; 0 where nothing is random."""
+        key_param = 0 if self._param_key is None else tensor_key(self._param_key, position)
+        key_v = 0 if self._v_key is None else tensor_key(self._v_key, position)
+        return key_param, (key_v + self._walked) & 0xFFFFFFFF if self._is_coded else key_v
+
+
+def _constants(group: Group, step: int, coupled: bool) -> Constants:
+    """In double precision; see :class:`Constants`."""
+    lr, eps, weight_decay = float(group["lr"]), group["eps"], group["weight_decay"]
+    beta1, beta2 = map(float, group["betas"])
+    bc2_sqrt = math.sqrt(1 - beta2**step)
+    step_size = lr / (1 - beta1**step)
+    is_folded = group["state_dtype"] != "fp32"
+    return Constants(
+        gscale=-1.0 if group["maximize"] else 1.0,
+        l2=weight_decay if coupled else 0.0,
+        decay=1.0 if coupled else 1 - lr * weight_decay,
+        beta1=beta1,
+        w1=1 - beta1,
+        beta2=beta2,
+        w2=1 - beta2,
+        eps=eps * bc2_sqrt if is_folded else eps,
+        step_size=step_size * bc2_sqrt if is_folded else step_size,
+        bc2_sqrt=bc2_sqrt,
+        eps_before=eps * math.sqrt(1 - beta2 ** (step - 1)),
+    )
+
+
+def _run(device: torch.device, items: Sequence[Item], scale: Tensor | None) -> None:
+    if device.type in KERNEL_DEVICES and (kernel := _triton_kernel()) is not None:
+        kernel.update(items, scale)
+        return
+    if scale is not None:
+        factor = float(scale)
+        items = [i._replace(constants=i.constants._replace(gscale=i.constants.gscale * factor)) for i in items]
+    if device.type == "cpu":
+        cpu.update(items)
+    else:
+        reference.update(items)
+
+
+@cache
+def _triton_kernel() -> ModuleType | None:
+    """The module with the Triton kernel; None, after one warning, where there is no Triton."""
+    try:
+        from offload.optim import triton_kernel
+    except ImportError as error:
+        warnings.warn(
+            f"the GPU kernel of offload.optim cannot be used ({error}): updates on the GPU run on PyTorch's operations "
+            "with the same results, but slower. It needs Triton (pip install triton, where there is a build).",
+            stacklevel=2,
+        )
+        return None
+    return triton_kernel
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements fill a range of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,202 @@
+"""Moving states between formats, and to and from ``torch.optim.AdamW`` with fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.optim import codes
+from offload.optim.formats import (
+    BLOCK,
+    STATE_BLOCK,
+    flat,
+    join_master,
+    remainder_of,
+    state_spec,
+)
+
+MASTER = "master"
+"""Key of fp32 master weights in a plain state. ``torch.optim.AdamW`` keeps it and does nothing with it."""
+
+_TORCH_OPTIONS = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""What groups of torch.optim.AdamW choose about its implementation."""
+
+
+def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a packed optimizer as one of ``torch.optim.AdamW`` over fp32 parameters.
+
+    Args:
+        optimizer: :class:`offload.optim.AdamW` or ``Adam``, or an ``OffloadOptimizer`` around it.
+
+    Returns:
+        A ``state_dict`` with fp32 moments, and under ``master`` the fp32 weights, on the states' device, for
+        parameters that keep a remainder; other parameters are their own master.
+    """
+    state_dict = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    param_of = dict(zip(ids, params, strict=True))
+    states = {}
+    groups = []
+    for group in state_dict["param_groups"]:
+        plain_group = {key: value for key, value in group.items() if key not in ("state_dtype", "master", "seed")}
+        groups.append(plain_group)
+        for index in group["params"]:
+            if index in state_dict["state"]:
+                states[index] = _plain(state_dict["state"][index], group, param_of[index])
+    return {"state": states, "param_groups": groups}
+
+
+def from_plain(state_dict: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
+    """A state of ``torch.optim.AdamW`` with the fp32 parameters that it belongs to as ``master`` weights.
+
+    Loaded into :class:`offload.optim.AdamW` over the same parameters in bf16, training goes on from the exact fp32
+    values where ``master="split"``.
+
+    Args:
+        state_dict: of ``torch.optim.AdamW`` or ``Adam``.
+        params: the fp32 parameters, in the order of the groups.
+    """
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    masters = dict(zip(ids, params, strict=True))
+    states = {
+        index: {**state, MASTER: masters[index].detach().to(torch.float32)}
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def loaded(
+    state_dict: Mapping[str, Any],
+    current: Sequence[Mapping[str, Any]],
+    own_options: Sequence[str],
+    states_on: torch.device | None,
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """``(state, groups)`` of an optimizer whose groups are ``current`` after it has loaded ``state_dict``.
+
+    Args:
+        state_dict: to load; is not changed and not referred to.
+        current: the optimizer's groups.
+        own_options: options of ``current`` that stay.
+        states_on: where states go; None for their parameter's device.
+
+    Raises:
+        ValueError: where groups, shapes or masters do not fit.
+    """
+    saved_groups = state_dict["param_groups"]
+    sizes, expected = [[len(group["params"]) for group in groups] for groups in (saved_groups, current)]
+    if sizes != expected:
+        raise ValueError(
+            f"the state to load has {len(sizes)} parameter groups of sizes {sizes}, this optimizer has {len(expected)} "
+            f"of sizes {expected}; build it over the same parameters in the same order"
+        )
+    groups: list[dict[str, Any]] = []
+    state: dict[Any, Any] = defaultdict(dict)
+    for index, (saved_group, group) in enumerate(zip(saved_groups, current, strict=True)):
+        options = {key: value for key, value in saved_group.items() if key not in _TORCH_OPTIONS}
+        kept = {key: group[key] for key in (*own_options, "params", "param_names") if key in group}
+        groups.append({**group, **options, **kept})
+        for position, (key, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
+            saved = state_dict["state"].get(key)
+            if not saved:
+                continue
+            where = f"parameter {position} of group {index}"
+            try:
+                state[param] = _packed(saved, saved_group, param, groups[-1], states_on)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+    return state, groups
+
+
+def _plain(state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
+    m, v = _moments(state, group)
+    plain = {"step": state["step"].clone(), "exp_avg": m, "exp_avg_sq": v}
+    if "remainder" in state:
+        plain[MASTER] = join_master(param.detach().to(state["remainder"].device), state["remainder"])
+    return plain
+
+
+def _eps(group: Mapping[str, Any], step: float) -> float:
+    """What the update of a step added to sqrt(v): see :class:`offload.optim.formats.Constants`."""
+    return group["eps"] * math.sqrt(1 - float(group["betas"][1]) ** step)
+
+
+def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both moments in fp32, as new tensors in the shape and memory order that they were stored in."""
+    stored = [state["exp_avg"], state["exp_avg_sq"]]
+    m, v = (torch.empty_like(tensor, dtype=torch.float32) for tensor in stored)
+    if "exp_avg_scale" in state:
+        values = codes.decode(*_coded(state), group["state_dtype"], _eps(group, float(state["step"])))
+        flat(m).copy_(values[0])
+        flat(v).copy_(values[1])
+    else:
+        m.copy_(stored[0])
+        v.copy_(stored[1])
+    return m, v
+
+
+def _coded(state: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """8-bit moments in the order in which ``codes`` takes them."""
+    return flat(state["exp_avg"]), state["exp_avg_scale"], flat(state["exp_avg_sq"]), state["exp_avg_sq_scale"]
+
+
+def _packed(
+    saved: Mapping[str, Any],
+    saved_group: Mapping[str, Any],
+    param: Tensor,
+    group: Mapping[str, Any],
+    states_on: torch.device | None,
+) -> dict[str, Any]:
+    """A state in the format of ``group``, out of one in any format."""
+    device = param.device if states_on is None else states_on
+    if "exp_avg" not in saved or "exp_avg_sq" not in saved:
+        raise ValueError(f"expected a state of Adam with exp_avg and exp_avg_sq, got {', '.join(map(str, saved))}")
+    shape = saved["exp_avg"].shape
+    if shape != param.shape:
+        raise ValueError(
+            f"the state to load has shape {tuple(shape)}, expected {tuple(param.shape)}: it was saved for other "
+            "parameters or in another order"
+        )
+    step, state_dtype = float(saved["step"]), group["state_dtype"]
+    spec = state_spec(param.dtype, param.numel(), state_dtype, group["master"])
+    state: dict[str, Any] = {"step": torch.tensor(step, device="cpu")}
+    for key, dtype in spec.items():
+        if key in STATE_BLOCK:
+            state[key] = torch.zeros(-(-param.numel() // BLOCK), dtype=dtype, device=device)
+        else:
+            state[key] = torch.zeros_like(param, dtype=dtype, device=device, requires_grad=False)
+    moments = [key for key in spec if key != "remainder"]
+    is_same = saved_group.get("state_dtype", "fp32") == state_dtype and all(
+        key in saved and saved[key].dtype == state[key].dtype and saved[key].stride() == state[key].stride()
+        for key in moments
+    )
+    if is_same:
+        for key in moments:
+            state[key].copy_(saved[key])
+    else:
+        m, v = (torch.empty_like(state["exp_avg"], dtype=torch.float32).copy_(x) for x in _moments(saved, saved_group))
+        if "exp_avg_scale" in state:
+            root = flat(v).sqrt()
+            ratio = torch.nan_to_num(flat(m) / (root + _eps(group, step)))
+            half = torch.full_like(root, 1 << 15, dtype=torch.int32)
+            m_codes, m_scale, v_codes, v_scale = _coded(state)
+            codes.encode(ratio, root, half, m_codes, m_scale, v_codes, v_scale, state_dtype)
+        else:
+            state["exp_avg"].copy_(m)
+            state["exp_avg_sq"].copy_(v)
+    if "remainder" in state:
+        _load_remainder(state["remainder"], saved, param)
+    return state
+
+
+def _load_remainder(remainder: Tensor, saved: Mapping[str, Any], param: Tensor) -> None:
+    if MASTER in saved:
+        master = torch.empty_like(remainder, dtype=torch.float32).copy_(saved[MASTER])
+        remainder.copy_(remainder_of(master, param.detach().to(remainder.device)))
+    elif "remainder" in saved:
+        remainder.copy_(saved["remainder"])

@@ -1,0 +1,480 @@
+/* The arithmetic of the packed AdamW, as plain loops that compilers vectorise.
+ *
+ * This file is compiled once for each instruction set, with ISA as the suffix of its one public function. All of
+ * them give the same bits: fp32, every operation rounded on its own (-ffp-contract=off), no fast-math.
+ *
+ * Elements are processed in pairs (even, odd), because a pair of bf16 numbers is a 32-bit word: the even element is
+ * the word shifted left by 16 bits, the odd one the word without its lower half, so that reading and writing take
+ * no shuffles, and one hash makes the random bits of both. Blocks are always whole: a tensor's short last block is
+ * padded with zeros in a copy, which changes neither its maximum nor any element.
+ *
+ * Names: p parameter, g gradient, m first moment (exp_avg), v second moment (exp_avg_sq).
+ */
+#include "adamw.h"
+
+#include <math.h>
+#include <string.h>
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Pairs in a block. */
+#define PAIRS (BLOCK / 2)
+
+#define UPPER 0xffff0000u
+
+/* Tensors may lie at any address, and words are read over halves and codes. */
+typedef uint16_t __attribute__((may_alias, aligned(1))) u16_t;
+typedef uint32_t __attribute__((may_alias, aligned(1))) u32_t;
+typedef float __attribute__((may_alias, aligned(1))) f32_t;
+
+typedef struct {
+    float even, odd;
+} pair_t;
+
+typedef struct {
+    unsigned char *p, *g, *m, *v, *remainder;
+    f32_t *m_scale, *v_scale;
+    uint32_t pair; /* position of the first pair in the parameter; lower 32 bits */
+    uint32_t key_p, key_v;
+} block_t;
+
+INLINE float as_float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t as_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* A 32-bit integer hash with low bias (https://github.com/skeeto/hash-prospector): formats.lowbias32. */
+INLINE uint32_t lowbias32(uint32_t x)
+{
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+/* ---- fp32 and bf16 ---- */
+
+INLINE pair_t load_fp32(const void *from, int j)
+{
+    const f32_t *x = from;
+    return (pair_t){x[2 * j], x[2 * j + 1]};
+}
+
+INLINE void store_fp32(void *to, int j, float even, float odd)
+{
+    f32_t *y = to;
+    y[2 * j] = even;
+    y[2 * j + 1] = odd;
+}
+
+INLINE pair_t load_bf16(const void *from, int j)
+{
+    uint32_t word = ((const u32_t *)from)[j];
+    return (pair_t){as_float(word << 16), as_float(word & UPPER)};
+}
+
+/* Stores the upper halves of two fp32 numbers, to whose bits something has been added. */
+INLINE void store_upper(void *to, int j, float even, float odd, uint32_t add_even, uint32_t add_odd)
+{
+    ((u32_t *)to)[j] = (as_bits(even) + add_even) >> 16 | ((as_bits(odd) + add_odd) & UPPER);
+}
+
+/* To nearest; ties away from zero. */
+INLINE void store_half_away(void *to, int j, float even, float odd)
+{
+    store_upper(to, j, even, odd, 0x8000, 0x8000);
+}
+
+/* To nearest; ties to even. */
+INLINE void store_half_even(void *to, int j, float even, float odd)
+{
+    store_upper(to, j, even, odd, 0x7fff + (as_bits(even) >> 16 & 1), 0x7fff + (as_bits(odd) >> 16 & 1));
+}
+
+INLINE void store_stochastic(void *to, int j, float even, float odd, uint32_t pair, uint32_t key)
+{
+    uint32_t random = lowbias32((pair + (uint32_t)j) ^ key);
+    store_upper(to, j, even, odd, random & 0xffff, random >> 16);
+}
+
+/* ---- The parameter ---- */
+
+INLINE pair_t load_param(enum param kind, const block_t *b, int j)
+{
+    if (kind == PARAM_FP32)
+        return load_fp32(b->p, j);
+    if (kind != PARAM_SPLIT)
+        return load_bf16(b->p, j);
+    uint32_t upper = ((const u32_t *)b->p)[j], lower = ((const u32_t *)b->remainder)[j];
+    uint32_t even = (upper << 16) + ((lower & 0xffff) ^ 0x8000) - 0x8000; /* the lower half is signed */
+    uint32_t odd = (upper & UPPER) + ((lower >> 16) ^ 0x8000) - 0x8000;
+    return (pair_t){as_float(even), as_float(odd)};
+}
+
+INLINE void store_param(enum param kind, const block_t *b, int j, float even, float odd)
+{
+    if (kind == PARAM_FP32)
+        store_fp32(b->p, j, even, odd);
+    else if (kind == PARAM_NEAREST)
+        store_half_even(b->p, j, even, odd);
+    else if (kind == PARAM_STOCHASTIC)
+        store_stochastic(b->p, j, even, odd, b->pair, b->key_p);
+    else {
+        store_half_away(b->p, j, even, odd);
+        ((u32_t *)b->remainder)[j] = (as_bits(even) & 0xffff) | as_bits(odd) << 16;
+    }
+}
+
+INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
+{
+    return kind == PARAM_FP32 ? load_fp32(b->g, j) : load_bf16(b->g, j);
+}
+
+/* ---- Codes of 8 bits: codes.py says what they stand for ---- */
+
+/* Of 2^32: how far apart the rounding thresholds of neighbours are. */
+#define POSITION 0x85ebca6bu
+
+/* Scales below it count as zero, so that their inverse is finite. */
+#define SMALLEST_SCALE 0x1p-120f
+
+/* Of codes as the upper bits of an fp32 number. */
+#define E4M3_BIAS ((127 - 15) << 3)
+#define E3M5_BIAS ((127 - 8) << 5)
+
+/* What is added to sqrt(v): below it, steps are equal. */
+#define E3M5_OFFSET 0x1p-8f
+
+/* What the largest code stands for: (1 + 31 / 32) / 2 - E3M5_OFFSET. */
+#define E3M5_RANGE 0x1.f6p-1f
+
+/* What a block's codes are multiplied by to be read, and what numbers are multiplied by to become codes. */
+typedef struct {
+    float ratio, root;
+} scales_t;
+
+INLINE scales_t decoding_scales(enum state state, const block_t *b)
+{
+    const float ratio = state == STATE_INT8 ? (float)(1 / 127.0) : 1.0f;
+    return (scales_t){*b->m_scale * ratio, *b->v_scale * (float)(1 / (double)E3M5_RANGE)};
+}
+
+INLINE float inverse(float scale)
+{
+    return scale >= SMALLEST_SCALE ? 1.0f / scale : 0.0f;
+}
+
+INLINE scales_t encoding_scales(enum state state, const block_t *b)
+{
+    const float ratio = state == STATE_INT8 ? 127.0f : 1.0f;
+    return (scales_t){inverse(*b->m_scale) * ratio, inverse(*b->v_scale) * E3M5_RANGE};
+}
+
+INLINE float decode_ratio(enum state state, uint32_t code, float scale)
+{
+    if (state == STATE_INT8)
+        return (float)((int32_t)(code ^ 128) - 128) * scale;
+    const uint32_t magnitude = code & 127;
+    const uint32_t bits = magnitude ? (magnitude + E4M3_BIAS) << 20 : 0;
+    return as_float(bits | (code & 128) << 24) * scale;
+}
+
+INLINE uint32_t encode_ratio(enum state state, float x)
+{
+    if (state == STATE_INT8)
+        return as_bits(x + 0x1.8p23f) & 255; /* the sum's lowest bit stands for 1: it is rounded to an integer */
+    const uint32_t bits = as_bits(x);
+    const int32_t magnitude = (int32_t)(((bits & 0x7fffffff) + (1 << 19)) >> 20) - E4M3_BIAS;
+    return ((uint32_t)(magnitude < 0 ? 0 : magnitude) & 127) | (bits >> 24 & 128);
+}
+
+INLINE float decode_root(uint32_t code, float scale)
+{
+    return (as_float((code + E3M5_BIAS) << 18) - E3M5_OFFSET) * scale;
+}
+
+/* `threshold`: in [0, 65536), of 1: what is added before rounding down. */
+INLINE uint32_t encode_root(float x, uint32_t threshold)
+{
+    const int32_t code = (int32_t)((as_bits(x + E3M5_OFFSET) + (threshold << 2)) >> 18) - E3M5_BIAS;
+    return (uint32_t)(code < 1 ? 1 : code > 255 ? 255 : code);
+}
+
+/* ---- One element ---- */
+
+typedef struct {
+    struct constants c;
+    float w1g, w2g; /* weights of the gradient and of its square, with the gradient's factor in them */
+} numbers_t;
+
+typedef struct {
+    float p, m, v;
+} element_t;
+
+/* torch.optim.AdamW's operations, in its order. */
+INLINE element_t update_exactly(const numbers_t *n, int coupled, float p, float g, float m, float v)
+{
+    const struct constants *c = &n->c;
+    g = g * c->gscale;
+    if (coupled)
+        g = g + c->l2 * p;
+    p = p * c->decay;
+    m = c->w1 < 0.5f ? m + c->w1 * (g - m) : g - (g - m) * (1.0f - c->w1);
+    v = v * c->beta2;
+    v = v + (c->w2 * g) * g;
+    float denominator = sqrtf(v) / c->bc2_sqrt + c->eps;
+    p = p + (-c->step_size * m) / denominator;
+    return (element_t){p, m, v};
+}
+
+typedef struct {
+    float m, v;
+} moments_t;
+
+/* New moments with fewer operations, where they are rounded anyway. */
+INLINE moments_t update_moments(const numbers_t *n, int coupled, float p, float g, float m, float v)
+{
+    const struct constants *c = &n->c;
+    if (coupled)
+        g = g * c->gscale + c->l2 * p;
+    return (moments_t){c->beta1 * m + n->w1g * g, c->beta2 * v + (n->w2g * g) * g};
+}
+
+/* For bf16 moments: eps and step size have the second moment's bias correction in them. */
+INLINE element_t update_briefly(const numbers_t *n, int coupled, float p, float g, float m, float v)
+{
+    const struct constants *c = &n->c;
+    const moments_t new = update_moments(n, coupled, p, g, m, v);
+    p = p * c->decay - (c->step_size * new.m) / (sqrtf(new.v) + c->eps);
+    return (element_t){p, new.m, new.v};
+}
+
+typedef struct {
+    float p, ratio, root;
+} coded_t;
+
+/* Codes hold sqrt(v), and m as its ratio to sqrt(v) + eps. */
+INLINE coded_t update_coded(const numbers_t *n, int coupled, float p, float g, float ratio, float root)
+{
+    const struct constants *c = &n->c;
+    const moments_t new = update_moments(n, coupled, p, g, ratio * (root + c->eps_before), root * root);
+    root = sqrtf(new.v);
+    ratio = new.m / (root + c->eps);
+    return (coded_t){p * c->decay - c->step_size * ratio, ratio, root};
+}
+
+/* ---- Blocks ---- */
+
+INLINE void update_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b)
+{
+#pragma omp simd
+    for (int j = 0; j < PAIRS; j++) {
+        const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
+        element_t even, odd;
+        if (state == STATE_FP32) {
+            const pair_t m = load_fp32(b->m, j), v = load_fp32(b->v, j);
+            even = update_exactly(n, coupled, p.even, g.even, m.even, v.even);
+            odd = update_exactly(n, coupled, p.odd, g.odd, m.odd, v.odd);
+            store_fp32(b->m, j, even.m, odd.m);
+            store_fp32(b->v, j, even.v, odd.v);
+        } else {
+            const pair_t m = load_bf16(b->m, j), v = load_bf16(b->v, j);
+            even = update_briefly(n, coupled, p.even, g.even, m.even, v.even);
+            odd = update_briefly(n, coupled, p.odd, g.odd, m.odd, v.odd);
+            store_half_away(b->m, j, even.m, odd.m);
+            store_stochastic(b->v, j, even.v, odd.v, b->pair, b->key_v);
+        }
+        store_param(param, b, j, even.p, odd.p);
+    }
+}
+
+/* Numbers that are not negative as integers in the same order, with NaN below them all. */
+INLINE uint32_t rank_of(uint32_t bits)
+{
+    return bits - 0x7f800001u;
+}
+
+INLINE float number_of(uint32_t rank)
+{
+    return as_float(rank + 0x7f800001u);
+}
+
+INLINE uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. */
+INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b)
+{
+    float ratio_even[PAIRS], ratio_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
+    const scales_t old = decoding_scales(state, b);
+    uint32_t ratio_rank = rank_of(0), root_rank = rank_of(0);
+#pragma omp simd
+    for (int j = 0; j < PAIRS; j++) {
+        const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
+        ratio_even[j] = decode_ratio(state, m & 255, old.ratio);
+        ratio_odd[j] = decode_ratio(state, m >> 8, old.ratio);
+        root_even[j] = decode_root(v & 255, old.root);
+        root_odd[j] = decode_root(v >> 8, old.root);
+    }
+#pragma omp simd reduction(max : ratio_rank, root_rank)
+    for (int j = 0; j < PAIRS; j++) {
+        const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
+        const coded_t even = update_coded(n, coupled, p.even, g.even, ratio_even[j], root_even[j]);
+        const coded_t odd = update_coded(n, coupled, p.odd, g.odd, ratio_odd[j], root_odd[j]);
+        const uint32_t even_rank = rank_of(as_bits(even.ratio) & 0x7fffffff);
+        const uint32_t odd_rank = rank_of(as_bits(odd.ratio) & 0x7fffffff);
+        ratio_rank = larger(ratio_rank, larger(even_rank, odd_rank));
+        root_rank = larger(root_rank, larger(rank_of(as_bits(even.root)), rank_of(as_bits(odd.root))));
+        ratio_even[j] = even.ratio;
+        ratio_odd[j] = odd.ratio;
+        root_even[j] = even.root;
+        root_odd[j] = odd.root;
+        store_param(param, b, j, even.p, odd.p);
+    }
+    *b->m_scale = number_of(ratio_rank);
+    *b->v_scale = number_of(root_rank);
+    const scales_t new = encoding_scales(state, b);
+    const uint32_t threshold = 2 * b->pair * POSITION + b->key_v;
+#pragma omp simd
+    for (int j = 0; j < PAIRS; j++) {
+        const uint32_t even = threshold + (uint32_t)j * (2 * POSITION), odd = even + POSITION;
+        ((u16_t *)b->m)[j] = (uint16_t)(encode_ratio(state, ratio_even[j] * new.ratio) |
+                                        encode_ratio(state, ratio_odd[j] * new.ratio) << 8);
+        ((u16_t *)b->v)[j] = (uint16_t)(encode_root(root_even[j] * new.root, even >> 16) |
+                                        encode_root(root_odd[j] * new.root, odd >> 16) << 8);
+    }
+}
+
+INLINE int param_bytes(enum param param)
+{
+    return param == PARAM_FP32 ? 4 : 2;
+}
+
+INLINE int state_bytes(enum state state)
+{
+    return state == STATE_FP32 ? 4 : state == STATE_BF16 ? 2 : 1;
+}
+
+typedef void update_blocks(const numbers_t *n, const block_t *first, int64_t blocks);
+
+INLINE void update_all(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *first,
+                       int64_t blocks)
+{
+    const numbers_t numbers = *n;
+    block_t b = *first;
+    for (int64_t i = 0; i < blocks; i++) {
+        if (state == STATE_FP32 || state == STATE_BF16)
+            update_block(param, state, coupled, &numbers, &b);
+        else
+            update_coded_block(param, state, coupled, &numbers, &b);
+        b.p += BLOCK * param_bytes(param);
+        b.g += BLOCK * param_bytes(param);
+        b.m += BLOCK * state_bytes(state);
+        b.v += BLOCK * state_bytes(state);
+        if (state == STATE_INT8 || state == STATE_FP8) {
+            b.m_scale++;
+            b.v_scale++;
+        }
+        if (param == PARAM_SPLIT)
+            b.remainder += BLOCK * 2;
+        b.pair += PAIRS;
+    }
+}
+
+/* One function for each kind. */
+#define DEFINE(param, state)                                                                                       \
+    static void update_##param##_##state(const numbers_t *n, const block_t *b, int64_t blocks)                     \
+    {                                                                                                              \
+        update_all(PARAM_##param, STATE_##state, 0, n, b, blocks);                                                 \
+    }                                                                                                              \
+    static void update_##param##_##state##_coupled(const numbers_t *n, const block_t *b, int64_t blocks)           \
+    {                                                                                                              \
+        update_all(PARAM_##param, STATE_##state, 1, n, b, blocks);                                                 \
+    }
+#define FOR_STATES(DO, param) DO(param, FP32) DO(param, BF16) DO(param, INT8) DO(param, FP8)
+#define FOR_ALL(DO) FOR_STATES(DO, FP32) FOR_STATES(DO, NEAREST) FOR_STATES(DO, STOCHASTIC) FOR_STATES(DO, SPLIT)
+#define NAME(param, state) update_##param##_##state, update_##param##_##state##_coupled,
+
+FOR_ALL(DEFINE)
+
+static update_blocks *const KERNELS[KINDS] = {FOR_ALL(NAME)};
+
+/* A short block: in a copy that is padded with zeros. */
+static void update_short(update_blocks *kernel, const numbers_t *n, const block_t *b, size_t numel, size_t p_bytes,
+                         size_t m_bytes)
+{
+    unsigned char p[BLOCK * 4] = {0}, g[BLOCK * 4] = {0}, m[BLOCK * 4] = {0}, v[BLOCK * 4] = {0};
+    unsigned char remainder[BLOCK * 2] = {0};
+    block_t copy = *b;
+    copy.p = memcpy(p, b->p, numel * p_bytes);
+    copy.g = memcpy(g, b->g, numel * p_bytes);
+    copy.m = memcpy(m, b->m, numel * m_bytes);
+    copy.v = memcpy(v, b->v, numel * m_bytes);
+    if (b->remainder)
+        copy.remainder = memcpy(remainder, b->remainder, numel * 2);
+    kernel(n, &copy, 1);
+    memcpy(b->p, p, numel * p_bytes);
+    memcpy(b->m, m, numel * m_bytes);
+    memcpy(b->v, v, numel * m_bytes);
+    if (b->remainder)
+        memcpy(b->remainder, remainder, numel * 2);
+}
+
+/* update_range for this instruction set. */
+void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *c, int64_t begin, int64_t end);
+void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *c, int64_t begin, int64_t end)
+{
+    const int coupled = t->kind % 2;
+    const enum param param = (enum param)(t->kind / 8);
+    const enum state state = (enum state)(t->kind / 2 % 4);
+    const int p_bytes = param_bytes(param), m_bytes = state_bytes(state);
+    const int coded = state == STATE_INT8 || state == STATE_FP8;
+    numbers_t n = {*c, c->w1, c->w2};
+    if (!coupled) {
+        n.w1g = c->w1 * c->gscale;
+        n.w2g = (c->w2 * c->gscale) * c->gscale;
+    }
+    block_t b = {
+        .p = (unsigned char *)(uintptr_t)t->param + begin * p_bytes,
+        .g = (unsigned char *)(uintptr_t)t->grad + begin * p_bytes,
+        .m = (unsigned char *)(uintptr_t)t->exp_avg + begin * m_bytes,
+        .v = (unsigned char *)(uintptr_t)t->exp_avg_sq + begin * m_bytes,
+        .remainder = param == PARAM_SPLIT ? (unsigned char *)(uintptr_t)t->remainder + begin * 2 : 0,
+        .m_scale = coded ? (f32_t *)(uintptr_t)t->exp_avg_scale + begin / BLOCK : 0,
+        .v_scale = coded ? (f32_t *)(uintptr_t)t->exp_avg_sq_scale + begin / BLOCK : 0,
+        .pair = (uint32_t)((uint64_t)(t->start + begin) / 2),
+        .key_p = (uint32_t)t->key_param,
+        .key_v = (uint32_t)t->key_v,
+    };
+    const int64_t blocks = (end - begin) / BLOCK, rest = (end - begin) % BLOCK;
+    KERNELS[t->kind](&n, &b, blocks);
+    if (!rest)
+        return;
+    b.p += blocks * BLOCK * p_bytes;
+    b.g += blocks * BLOCK * p_bytes;
+    b.m += blocks * BLOCK * m_bytes;
+    b.v += blocks * BLOCK * m_bytes;
+    if (param == PARAM_SPLIT)
+        b.remainder += blocks * BLOCK * 2;
+    if (coded) {
+        b.m_scale += blocks;
+        b.v_scale += blocks;
+    }
+    b.pair += (uint32_t)(blocks * PAIRS);
+    update_short(KERNELS[t->kind], &n, &b, (size_t)rest, (size_t)p_bytes, (size_t)m_bytes);
+}

@@ -1,0 +1,49 @@
+/* The packed AdamW on the CPU: what the files of this folder share, and the rows that cpu.py fills.
+ *
+ * The arithmetic and the formats are those of offload/optim/reference.py and formats.py, bit for bit.
+ */
+#ifndef OFFLOAD_ADAMW_H
+#define OFFLOAD_ADAMW_H
+
+#include <stdint.h>
+
+/* Number of this interface; cpu.py refuses a library of another. */
+#define OFFLOAD_ABI 1
+
+/* Elements that share a scale, and the unit in which tensors are updated. */
+#define BLOCK 256
+
+/* How a parameter, and how its moments are stored: formats.PARAM_KINDS and STATE_DTYPES, in their order. */
+enum param { PARAM_FP32, PARAM_NEAREST, PARAM_STOCHASTIC, PARAM_SPLIT };
+enum state { STATE_FP32, STATE_BF16, STATE_INT8, STATE_FP8 };
+
+/* (param * 4 + state) * 2 + coupled */
+#define KINDS 32
+
+/* One tensor of a call: addresses (of any alignment), and numbers. */
+struct tensor {
+    int64_t param, grad;           /* [numel] fp32 or bf16 */
+    int64_t exp_avg, exp_avg_sq;   /* [numel] fp32, bf16, or codes of 8 bits */
+    int64_t exp_avg_scale;         /* [ceil(numel / BLOCK)] fp32, for codes, else 0 */
+    int64_t exp_avg_sq_scale;
+    int64_t remainder;             /* [numel] int16, for PARAM_SPLIT, else 0 */
+    int64_t numel;
+    int64_t start;                 /* position of the first element in its parameter, a multiple of BLOCK */
+    int64_t key_param, key_v;      /* of the random bits, or of the rounding thresholds of codes: uint32 */
+    int64_t kind;
+    int64_t constants;             /* which row of constants */
+};
+
+/* formats.Constants */
+struct constants {
+    float gscale, l2, decay, beta1, w1, beta2, w2, eps, step_size, bc2_sqrt, eps_before;
+};
+
+/* Updates elements [begin, end) of a tensor; begin is a multiple of BLOCK, end is one or the tensor's end. */
+typedef void update_range(const struct tensor *t, const struct constants *c, int64_t begin, int64_t end);
+
+/* Runs work(job) on the calling thread and on up to `threads - 1` others at once; returns when all have returned.
+   Another call that is under way keeps the others busy: then the caller works alone. */
+void offload_pool_run(int threads, void (*work)(void *job), void *job);
+
+#endif

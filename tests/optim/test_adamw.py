@@ -1,0 +1,522 @@
+"""The packed optimizers as torch optimizers: the same arithmetic as torch's, every option, every refusal."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload.optim
+from offload.optim import formats
+
+FORMATS = [(state, master) for state in formats.STATE_DTYPES for master in formats.MASTERS]
+
+PACKED = [(state, master) for state, master in FORMATS if state != "fp32"]
+
+
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
+
+
+def gradients(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, decades: float = 3.0) -> list[Tensor]:
+    """Gaussian, over elements whose scales span some decades."""
+    generator = torch.Generator().manual_seed(1)
+    scale = 10 ** (torch.rand(shape, generator=generator) * -decades)
+    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for _ in range(count)]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: list[Tensor], **kwargs: Any) -> None:
+    for gradient in steps:
+        for param in params:
+            param.grad = gradient.to(param.dtype, copy=True)
+        optimizer.step(**kwargs)
+
+
+def master_of(optimizer: Any, param: nn.Parameter) -> Tensor:
+    """The parameter with all the precision that the optimizer keeps of it."""
+    plain = offload.optim.to_plain(optimizer)["state"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = plain[next(i for i, p in enumerate(params) if p is param)]
+    return state.get("master", param.detach().float())
+
+
+# What torch's own optimizers compute
+
+EXACT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_adamw import compare_with_torch
+compare_with_torch()
+"""
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"betas": (0.3, 0.5)},
+    {"maximize": True},
+    {"weight_decay": 0.0},
+    {"lr": 2e-3, "eps": 1e-4, "weight_decay": 0.3},
+]
+
+
+def compare_with_torch() -> None:
+    """fp32 moments equal torch's fused loop bit for bit, where torch contracts no multiplication and addition."""
+    for name in ("Adam", "AdamW"):
+        for options in OPTIONS:
+            options = {"weight_decay": 0.1, **options}
+            plain, packed = weights(5001, dtype=torch.float32), weights(5001, dtype=torch.float32)
+            split = weights(5001)
+            wide = nn.Parameter(split.detach().float())
+            steps = gradients(60, 5001, decades=8)
+            expected = getattr(torch.optim, name)([plain], fused=True, **options)
+            expected_wide = getattr(torch.optim, name)([wide], fused=True, **options)
+            fp32 = getattr(offload.optim, name)([packed], state_dtype="fp32", **options)
+            halves = getattr(offload.optim, name)([split], state_dtype="fp32", master="split", **options)
+            for optimizer, param in ((expected, plain), (fp32, packed), (expected_wide, wide), (halves, split)):
+                train(optimizer, [param], steps)
+            for reference, ours, param, other in (
+                (expected, fp32, plain, packed),
+                (expected_wide, halves, wide, split),
+            ):
+                assert torch.equal(param, master_of(ours, other)), (name, options)
+                for key in ("exp_avg", "exp_avg_sq", "step"):
+                    assert torch.equal(reference.state[param][key], ours.state[other][key]), (name, options, key)
+            assert torch.equal(split, formats.split_master(wide.detach())[0])
+
+
+def test_fp32_moments_equal_torchs_adamw_to_the_last_bit() -> None:
+    """In a process of its own: which kernels torch chooses is decided when it is imported."""
+    code = EXACT.format(tests=os.path.dirname(__file__))
+    # Where torch uses fused multiply-add, its results differ from its own scalar loops too.
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize(("state", "master"), PACKED)
+def test_packed_moments_follow_torch(name: str, state: str, master: str) -> None:
+    """With gradients of one size within a block; the bounds are the rounding of each format.
+
+    A second moment's relative error is at most 1/256 (bf16) or 1/16 (8 bits) per rounding.
+    """
+    param = weights(4096)
+    wide = nn.Parameter(param.detach().double())
+    steps = gradients(40, 4096, decades=0.5)
+    ours = getattr(offload.optim, name)([param], lr=1e-3, weight_decay=0.1, state_dtype=state, master=master)
+    theirs = getattr(torch.optim, name)([wide], lr=1e-3, weight_decay=0.1)
+    start = wide.detach().clone()
+    train(ours, [param], steps)
+    train(theirs, [wide], steps)
+    moved, expected = master_of(ours, param).double() - start, wide.detach() - start
+    error = ((moved - expected).norm() / expected.norm()).item()
+    weight_error = {"none": 0.05, "stochastic": 0.12, "split": 0.0}[master]
+    assert error < weight_error + {"bf16": 0.01, "int8": 0.06, "fp8": 0.06}[state], error
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_fp32_parameters_are_their_own_master(state: str, master: str) -> None:
+    """Beside them a bf16 parameter in the same group has its master; the arithmetic is the same."""
+    wide, narrow = weights(512).float(), weights(512)
+    wide = nn.Parameter(wide.detach().clone())
+    optimizer = offload.optim.AdamW([wide, narrow], state_dtype=state, master=master)
+    train(optimizer, [wide, narrow], gradients(20, 512))
+    assert "remainder" not in optimizer.state[wide]
+    assert ("remainder" in optimizer.state[narrow]) == (master == "split")
+    if master == "split" and state == "fp32":  # the others' second moments round by their position
+        assert torch.equal(wide, master_of(optimizer, narrow))
+
+
+def test_split_keeps_what_bf16_cannot() -> None:
+    """At lr=1e-6 a bf16 weight never moves; a split one follows fp32, a stochastic one on average."""
+    moved = {}
+    for master in formats.MASTERS:
+        param = weights(65536)
+        start = param.detach().float()
+        optimizer = offload.optim.AdamW([param], lr=1e-6, weight_decay=0.0, state_dtype="fp32", master=master)
+        train(optimizer, [param], [torch.ones(65536, dtype=torch.bfloat16)] * 50)
+        moved[master] = master_of(optimizer, param) - start
+    assert moved["none"].abs().median() == 0
+    torch.testing.assert_close(moved["split"], torch.full((65536,), -50e-6), rtol=1e-3, atol=2e-7)
+    assert math.isclose(moved["stochastic"].mean(), -50e-6, rel_tol=0.1)
+    assert moved["stochastic"].unique().numel() > 10
+
+
+def test_bf16_second_moments_follow_gradients_that_fall() -> None:
+    """Rounded to nearest, v would stay where it was: a step's decay of 1/1000 is less than half of 1/128."""
+    param = weights(4096)
+    optimizer = offload.optim.AdamW([param], state_dtype="bf16", betas=(0.9, 0.999))
+    generator = torch.Generator().manual_seed(0)
+    for size in [1.0] * 300 + [0.1] * 1500:
+        param.grad = (torch.randn(4096, generator=generator) * size).bfloat16()
+        optimizer.step()
+    exact = 0.01 + (1 - 0.999**300 - 0.01) * 0.999**1500
+    measured = optimizer.state[param]["exp_avg_sq"].float().mean().item()
+    assert measured == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+def test_blocks_that_span_decades_do_not_blow_up(state: str) -> None:
+    """The smallest second moment of a block is far below its largest; decoded as zero it would leave eps alone."""
+    param = weights(4096, dtype=torch.float32)
+    optimizer = offload.optim.AdamW([param], lr=1e-3, state_dtype=state, weight_decay=0.0)
+    for gradient in gradients(50, 4096, dtype=torch.float32, decades=8):
+        before = param.detach().clone()
+        param.grad = gradient
+        optimizer.step()
+        assert (param - before).abs().max() < 12e-3  # torch.optim.AdamW stays below 3e-3 here
+
+
+# The same bits in any division of work
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_ranges_of_a_tensor_and_threads_change_no_bit(state: str, master: str) -> None:
+    whole, cut = weights(70_000), weights(70_000)
+    together = offload.optim.AdamW([whole], state_dtype=state, master=master)
+    apart = offload.optim.AdamW([cut], state_dtype=state, master=master)
+    steps = gradients(3, 70_000)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        train(together, [whole], steps)
+        torch.set_num_threads(1)
+        ranges: list[nn.Parameter] = []
+        for start, stop in ((0, 256), (256, 66_048), (66_048, 70_000)):
+            part = nn.Parameter(cut.detach()[start:stop])
+            part.offload_range = (0, start)  # type: ignore[attr-defined]
+            ranges.append(part)
+        apart.param_groups[0]["params"] = ranges
+        for step in steps:
+            for part in ranges:
+                start = part.offload_range[1]  # type: ignore[attr-defined]
+                part.grad = step[start : start + part.numel()]
+            apart.step()
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(whole, cut)
+    for key, value in together.state[whole].items():
+        if key != "step":
+            assert torch.equal(value, torch.cat([apart.state[part][key] for part in ranges])), key
+
+
+def test_random_bits_are_uniform_and_belong_to_one_place() -> None:
+    """Other bits for each element, step, parameter and purpose; not a shift of those of another."""
+    device = torch.device("cpu")
+    keys = [
+        formats.tensor_key(formats.random_key(seed, step, purpose), position)
+        for seed in (0, 1)
+        for step in (1, 2)
+        for purpose in (0, 1)
+        for position in (0, 1)
+    ]
+    assert len(set(keys)) == len(keys)
+    count = 1 << 16
+    streams = torch.stack([formats.random_bits(0, count, key, device) for key in keys]).double()
+    assert streams.min() == 0 and streams.max() == 65535
+    assert (streams.mean(dim=1) - 32767.5).abs().max() < 5 * 65536 / math.sqrt(12 * count)
+    correlation = torch.corrcoef(torch.cat([streams, streams.roll(1, dims=1), streams.roll(2, dims=1)]))
+    assert (correlation - torch.eye(len(correlation))).abs().max() < 6 / math.sqrt(count)
+    ahead = formats.random_bits(1024, 512, keys[0], device)
+    assert torch.equal(ahead, formats.random_bits(0, 2048, keys[0], device)[1024:1536])
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    runs = []
+    for seed in (0, 0, 1):
+        param = weights(4096)
+        optimizer = offload.optim.AdamW([param], state_dtype="bf16", master="stochastic", seed=seed)
+        train(optimizer, [param], gradients(5, 4096))
+        runs.append(param.detach())
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_layouts_of_memory() -> None:
+    """Transposed and strided parameters and gradients are updated like contiguous ones."""
+    plain = weights(48, 64)
+    transposed = nn.Parameter(plain.detach().clone().t().contiguous().t())
+    room = torch.zeros(48, 128, dtype=torch.bfloat16)
+    strided = nn.Parameter(room[:, ::2])
+    with torch.no_grad():
+        strided.copy_(plain)
+    params = [plain, transposed, strided]
+    optimizers = [offload.optim.AdamW([p], state_dtype="fp32") for p in params]
+    for gradient in gradients(4, 48, 64):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(plain, transposed)
+    assert torch.equal(plain, strided)
+    assert torch.equal(room[:, 1::2], torch.zeros(48, 64, dtype=torch.bfloat16))
+
+
+# Options
+
+
+def test_groups_have_their_own_hyperparameters_and_formats() -> None:
+    params = [weights(512, seed=i) for i in range(3)]
+    groups = [
+        {"params": [params[0]], "lr": 1e-2},
+        {"params": [params[1]], "state_dtype": "fp32", "master": "none", "betas": (0.8, 0.9)},
+        {"params": [params[2]], "state_dtype": "fp8", "master": "stochastic", "weight_decay": 0.5},
+    ]
+    together = offload.optim.AdamW(groups)
+    steps = gradients(5, 512)
+    train(together, params, steps)
+    # Alone, each at its position: random bits depend on it.
+    for position, group in enumerate(groups):
+        alone = [weights(512, seed=i) for i in range(3)]
+        optimizer = offload.optim.AdamW(alone)
+        optimizer.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+        for gradient in steps:
+            alone[position].grad = gradient
+            optimizer.step()
+        assert torch.equal(alone[position], params[position])
+
+
+@pytest.mark.parametrize(("state", "master"), [("fp32", "split"), ("int8", "split"), ("bf16", "stochastic")])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_gradient_scale_is_that_of_the_gradients(name: str, state: str, master: str) -> None:
+    """A factor that is a power of two is exact wherever it is applied."""
+    runs = []
+    for scale in (None, torch.tensor(0.25)):
+        param = weights(4096)
+        optimizer = getattr(offload.optim, name)([param], weight_decay=0.1, state_dtype=state, master=master)
+        optimizer.gradient_scale = scale
+        train(optimizer, [param], [g if scale is None else g * 4 for g in gradients(5, 4096)])
+        runs.append((param.detach(), optimizer.state[param]["exp_avg_sq"]))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_grad_scaler_hands_its_scale_over_and_skips_infinities() -> None:
+    runs = []
+    for use_scaler in (False, True):
+        param = weights(512, dtype=torch.float32)
+        optimizer = offload.optim.AdamW([param])
+        scaler = torch.amp.GradScaler("cpu", enabled=use_scaler, init_scale=2.0**10, growth_interval=2)
+        steps = gradients(5, 512, dtype=torch.float32)
+        if use_scaler:
+            steps.insert(2, torch.full((512,), torch.inf))
+        for gradient in steps:
+            optimizer.zero_grad()
+            scaler.scale((param * gradient).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.state[param]["step"].item() == 5
+        runs.append(param.detach())
+    assert torch.equal(*runs)
+
+
+def test_schedulers_and_closures() -> None:
+    param = weights(512)
+    optimizer = offload.optim.AdamW([param], lr=torch.tensor(1e-2))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    before = param.detach().clone()
+    assert optimizer.step(closure).item() == pytest.approx((before.float() ** 2).sum().item(), rel=0.02)
+    moved = param.detach().clone()
+    assert not torch.equal(moved, before)
+    scheduler.step()
+    optimizer.step(closure)
+    assert torch.equal(param, moved)
+
+
+def test_parameters_without_gradients_stay_as_they_are() -> None:
+    trained, frozen = weights(512), weights(512)
+    optimizer = offload.optim.AdamW([frozen, trained])
+    train(optimizer, [trained], gradients(1, 512))
+    assert frozen not in optimizer.state
+    assert torch.equal(frozen, weights(512))
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to do
+    empty = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+    empty.grad = torch.zeros_like(empty)
+    offload.optim.AdamW([empty]).step()
+
+
+REFUSALS = [
+    ({"amsgrad": True}, "amsgrad=True: AdamW keeps no third moment; set amsgrad=False or use torch.optim.AdamW"),
+    ({"state_dtype": "int4"}, "state_dtype='int4': expected one of fp32, bf16, int8, fp8; did you mean int8?"),
+    ({"master": "splitt"}, "master='splitt': expected one of none, stochastic, split; did you mean split?"),
+    ({"lr": -1.0}, "lr=-1.0: expected at least 0"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0: expected at least 0 and less than 1.0"),
+    ({"eps": -1e-8}, "eps=-1e-08: expected at least 0"),
+    ({"weight_decay": math.nan}, "weight_decay=nan: expected at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSALS)
+def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offload.optim.AdamW([weights(4)], **options)
+    optimizer = offload.optim.AdamW([weights(4)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weights(4)], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_other_dtypes_and_sparse_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="parameter 1 of group 0 is torch.float16: AdamW takes torch.float32 and"):
+        offload.optim.AdamW([weights(4), weights(4, dtype=torch.float16)])
+    embedding = nn.Embedding(8, 4, sparse=True)
+    optimizer = offload.optim.Adam(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients; build the embedding with sparse=False"):
+        optimizer.step()
+
+
+# States
+
+
+BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256, "fp8": 2 + 8 / 256}
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_bytes_of_state(state: str, master: str) -> None:
+    param = weights(1024, 256)
+    optimizer = offload.optim.AdamW([param], state_dtype=state, master=master)
+    train(optimizer, [param], gradients(1, 1024, 256))
+    held = sum(v.nbytes for k, v in optimizer.state[param].items() if k != "step")
+    assert held / param.numel() == BYTES[state] + (2 if master == "split" else 0)
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_a_saved_state_goes_on_bit_for_bit(state: str, master: str, tmp_path: Any) -> None:
+    steps = gradients(8, 1000)
+    whole, first = weights(1000), weights(1000)
+    uninterrupted = offload.optim.AdamW([whole], state_dtype=state, master=master)
+    train(uninterrupted, [whole], steps)
+    before = offload.optim.AdamW([first], state_dtype=state, master=master, lr=1e-3)
+    train(before, [first], steps[:4])
+    torch.save(before.state_dict(), tmp_path / "state.pt")
+    second = nn.Parameter(first.detach().clone())
+    after = offload.optim.AdamW([second], state_dtype=state, master=master, lr=5.0)
+    after.load_state_dict(torch.load(tmp_path / "state.pt"))
+    train(after, [second], steps[4:])
+    assert torch.equal(second, whole)
+    train(before, [first], steps[4:])  # what was loaded is the other optimizer's own
+    assert torch.equal(first, whole)
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_a_run_moves_to_plain_adamw_and_back(state: str, master: str) -> None:
+    """fp32 moments and masters arrive to the last bit; what a format cannot hold is rounded once."""
+    steps = gradients(6, 1000, decades=0.5)
+    param = weights(1000)
+    packed = offload.optim.AdamW([param], state_dtype=state, master=master)
+    train(packed, [param], steps[:3])
+    plain_state = offload.optim.to_plain(packed)
+    saved = plain_state["state"][0]
+    assert {k: v.dtype for k, v in saved.items()} == dict.fromkeys(saved, torch.float32)
+    assert ("master" in saved) == (master == "split")
+
+    wide = nn.Parameter(saved.get("master", param.detach().float()).clone())
+    plain = torch.optim.AdamW([wide], lr=1.0)
+    plain.load_state_dict(plain_state)
+    assert plain.param_groups[0]["lr"] == 1e-3
+    train(plain, [wide], steps[3:])
+
+    back = nn.Parameter(formats.split_master(wide.detach())[0])
+    again = offload.optim.AdamW([back], state_dtype=state, master=master)
+    again.load_state_dict(offload.optim.from_plain(plain.state_dict(), [wide]))
+    assert again.param_groups[0]["state_dtype"] == state and again.param_groups[0]["master"] == master
+    exact = wide.detach() if master == "split" else back.detach().float()
+    assert torch.equal(master_of(again, back), exact)
+    tolerance = {"fp32": 0.0, "bf16": 1 / 256, "int8": 1 / 8, "fp8": 1 / 15}[state]
+    moments = offload.optim.to_plain(again)["state"][0]
+    largest = plain.state[wide]["exp_avg"].abs().max().item()
+    torch.testing.assert_close(
+        moments["exp_avg"], plain.state[wide]["exp_avg"], rtol=tolerance, atol=largest / 64 if tolerance else 0.0
+    )
+    torch.testing.assert_close(moments["exp_avg_sq"], plain.state[wide]["exp_avg_sq"], rtol=tolerance, atol=0.0)
+    train(again, [back], steps[3:])
+
+
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_states_load_into_every_other_format(state: str, master: str) -> None:
+    steps = gradients(3, 1000, decades=0.5)
+    param = weights(1000)
+    source = offload.optim.AdamW([param], state_dtype=state, master=master)
+    train(source, [param], steps)
+    expected = offload.optim.to_plain(source)["state"][0]
+    for other_state, other_master in FORMATS:
+        copy = nn.Parameter(param.detach().clone())
+        target = offload.optim.AdamW([copy], state_dtype=other_state, master=other_master)
+        target.load_state_dict(source.state_dict())
+        now = offload.optim.to_plain(target)["state"][0]
+        assert now["step"].item() == 3
+        tolerance = {"fp32": 0.0, "bf16": 1 / 256, "int8": 1 / 8, "fp8": 1 / 15}[other_state]
+        torch.testing.assert_close(now["exp_avg_sq"], expected["exp_avg_sq"], rtol=tolerance, atol=0.0)
+        if master == other_master == "split":
+            assert torch.equal(now["master"], expected["master"])
+        train(target, [copy], steps)
+
+
+def test_masters_that_do_not_belong_to_the_parameters_are_refused() -> None:
+    wide = weights(300, dtype=torch.float32)
+    plain = torch.optim.AdamW([wide])
+    train(plain, [wide], gradients(1, 300))
+    state = offload.optim.from_plain(plain.state_dict(), [wide])
+    other = weights(300, seed=5)
+    optimizer = offload.optim.AdamW([other])
+    with pytest.raises(
+        ValueError, match="parameter 0 of group 0: the parameter is not its fp32 master rounded to bf16"
+    ):
+        optimizer.load_state_dict(state)
+    rounded_to_even = nn.Parameter(wide.detach().bfloat16())
+    offload.optim.AdamW([rounded_to_even]).load_state_dict(state)
+
+
+def test_a_tie_that_was_rounded_to_even_is_one_unit_off() -> None:
+    bits = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32)  # of each, half of a bf16 step
+    master = bits.view(torch.float32)
+    param = master.bfloat16()
+    joined = formats.join_master(param, formats.remainder_of(master, param))
+    assert (joined.view(torch.int32) - bits).abs().max() <= 1
+    hi, lo = formats.split_master(master)
+    assert torch.equal(formats.join_master(hi, lo), master)
+
+
+@pytest.mark.parametrize("change", ["groups", "shape", "keys"])
+def test_states_that_do_not_fit_are_refused(change: str) -> None:
+    param, other = weights(8, 4), weights(8, 4)
+    source = offload.optim.AdamW([param])
+    train(source, [param], gradients(1, 8, 4))
+    saved = source.state_dict()
+    if change == "groups":
+        target, message = offload.optim.AdamW([other, weights(3)]), r"groups of sizes \[1\], this optimizer has 1 of"
+    elif change == "shape":
+        target, message = offload.optim.AdamW([weights(4, 8)]), r"parameter 0 of group 0: .* shape \(8, 4\), expected"
+    else:
+        saved["state"][0] = {"momentum_buffer": torch.zeros(8, 4)}
+        target, message = offload.optim.AdamW([other]), "expected a state of Adam .* got momentum_buffer"
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved)
+    assert not target.state
+
+
+def test_every_master_survives_being_split() -> None:
+    """Over all exponents and signs, the halves of rounding and the largest values included."""
+    bits = torch.arange(-(1 << 31), 1 << 31, 65_521, dtype=torch.int64).to(torch.int32)
+    edges = torch.tensor([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x7F7FFFFF, 0x7F800000], dtype=torch.int32)
+    values = torch.cat([bits, edges, edges | -(1 << 31)]).view(torch.float32)
+    values = values[~values.isnan()]
+    param, remainder = formats.split_master(values)
+    assert torch.equal(formats.join_master(param, remainder), values)
+    nearest = values.bfloat16()
+    is_tie = values.view(torch.int32) & 0xFFFF == 0x8000
+    assert torch.equal(param[~is_tie], nearest[~is_tie])

@@ -1,0 +1,80 @@
+"""Faults planted in a copy of the optimizer, each of which must turn a test red."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ("test_adamw.py", "test_cpu_kernel.py")
+
+FAULTS = {
+    "bias correction off by one": ("adamw.py", "(1 - beta1**step)", "(1 - beta1 ** (step + 1))"),
+    "first moment's correction on the second": ("adamw.py", "sqrt(1 - beta2**step)", "sqrt(1 - beta1**step)"),
+    "decay coupled": ("adamw.py", "_coupled = False", "_coupled = True"),
+    "scale's sign lost": ("adamw.py", 'gscale=-1.0 if group["maximize"] else 1.0', "gscale=1.0"),
+    "rounding bits of another step": ("adamw.py", "random_key(seed, step, 0)", "random_key(seed, 0, 0)"),
+    "rounding bits reused": ("formats.py", "2 * step + purpose", "2 * step"),
+    "eps inside the root": ("kernels/adamw.c", "(sqrtf(new.v) + c->eps)", "sqrtf(new.v + c->eps)"),
+    "remainder dropped": ("kernels/adamw.c", "(as_bits(even) & 0xffff) | as_bits(odd) << 16", "0"),
+    "remainder unsigned": ("kernels/adamw.c", "((lower & 0xffff) ^ 0x8000) - 0x8000", "(lower & 0xffff)"),
+    "master cut off instead of rounded": (
+        "kernels/adamw.c",
+        "store_half_away(b->p, j, even, odd)",
+        "store_upper(b->p, j, even, odd, 0, 0)",
+    ),
+    "scale of the wrong block": ("kernels/adamw.c", "b.v_scale++;", ""),
+    "v's clamp removed": ("kernels/adamw.c", "code < 1 ? 1 :", "code < 0 ? 0 :"),
+    "same random bits for neighbours": ("kernels/adamw.c", "odd, random & 0xffff, random >> 16", "odd, random, random"),
+    "start of a range ignored": ("kernels/adamw.c", "(uint64_t)(t->start + begin)", "(uint64_t)begin"),
+    "square of the gradient scaled once": ("kernels/adamw.c", "(c->w2 * c->gscale) * c->gscale", "c->w2 * c->gscale"),
+    "last short block left out": ("kernels/adamw.c", "if (!rest)", "if (rest < BLOCK)"),
+}
+
+
+def run(folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    tests = [str(folder / "tests/optim" / name) for name in TESTS]
+    return subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def copy(folder: Path) -> None:
+    for name in ("offload/optim", "offload/engine", "tests/optim"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "_adamw.*"))
+    for path in [*(ROOT / "offload").glob("*.py"), ROOT / "pyproject.toml", ROOT / "hatch_build.py"]:
+        shutil.copy(path, folder / path.relative_to(ROOT))
+
+
+def compile_kernel(folder: Path) -> None:
+    subprocess.run([sys.executable, "hatch_build.py"], cwd=folder, check=True, capture_output=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_turns_a_test_red(fault: str, tmp_path: Path) -> None:
+    copy(tmp_path)
+    name, right, wrong = FAULTS[fault]
+    path = tmp_path / "offload/optim" / name
+    source = path.read_text(encoding="utf-8")
+    assert source.count(right) >= 1, f"{name} no longer has {right!r}"
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    compile_kernel(tmp_path)
+    done = run(tmp_path)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
+    print(done.stdout.splitlines()[-2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+def test_without_a_fault_they_are_green(tmp_path: Path) -> None:
+    copy(tmp_path)
+    compile_kernel(tmp_path)
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

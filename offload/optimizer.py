@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -24,7 +25,7 @@ from offload.engine.memory import HostMemory
 from offload.engine.pipeline import Pipeline
 from offload.engine.placement import Placement, state_names
 from offload.engine.runtime import HostRuntime, Runtime, runtime_for
-from offload.engine.states import States, components
+from offload.engine.states import States, components, state_blocks
 from offload.engine.stream import StreamPipeline
 from offload.engine.units import Unit, build_units, clean_name
 from offload.errors import UserError
@@ -156,6 +157,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         step = PartialStep(self.base_optimizer)
+        self._folds = step.folds
         self._placement = placement if strategy == "stream" and not is_immediate else None
         resting = _itself if self._copies is None else self._copies.of
         self._states = States(self.base_optimizer, resting, self._placement, self._memory)
@@ -236,7 +238,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params = list(self._paths)
         names = state_names(base_class, kwargs, [p for p in params if isinstance(p, nn.Parameter)])
         if names is not None:
-            placement.check(f"{state}/{path}" for p, path in self._paths.items() for state in names[p.dim()])
+            placement.check(f"{state}/{path}" for p, path in self._paths.items() for state in names[p.dim(), p.dtype])
 
     def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
         if self.strategy == "resident":
@@ -280,9 +282,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self._names[param] = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
 
     def _units(self, groups: list[dict[str, Any]], first: int = 0) -> list[Unit]:
-        members = [(p, self._paths[p], i) for i, group in enumerate(groups, first) for p in group["params"]]
-        is_named = all(p in self._named for p, _, _ in members)
-        return build_units(members, named=is_named, can_cut=self._can_cut and self._worker is not None)
+        before = sum(len(group["params"]) for group in self.param_groups[:first])
+        in_groups = [(p, i) for i, group in enumerate(groups, first) for p in group["params"]]
+        members = [(p, self._paths[p], group, position) for position, (p, group) in enumerate(in_groups, before)]
+        return build_units(
+            members,
+            named=all(p in self._named for p, _ in in_groups),
+            can_cut=self._can_cut and self._worker is not None,
+            block=math.lcm(*state_blocks(type(self.base_optimizer)).values()),
+        )
 
     def attach(self, model: nn.Module) -> None:
         """Let the forward of ``model`` wait for each unit's update, so that :meth:`step` need not; as ``model=``."""
@@ -349,7 +357,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of the base optimizer, of this class, or of another strategy of it.
 
-        States keep the dtype that they were saved in and go to where this strategy rests them.
+        States keep the dtype that they were saved in and go to where this strategy rests them. A base optimizer that
+        converts what it loads to a format of its own (:class:`offload.optim.AdamW`) does so here too; its class says
+        it by an attribute ``owns_loaded_states = True``.
 
         Raises:
             ValueError: where groups, their sizes or a state's shape do not fit this optimizer.
@@ -360,12 +370,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_shapes(state_dict)
         self.synchronize()
         previous = self.base_optimizer.state
-        with self._loading_on_host():
-            self.base_optimizer.load_state_dict(state_dict)
-        self._own_states(state_dict)
+        if getattr(self.base_optimizer, "owns_loaded_states", False):
+            states_on = {} if self._placement is None else {"states_on": torch.device("cpu")}
+            self.base_optimizer.load_state_dict(state_dict, **states_on)
+        else:
+            with self._loading_on_host():
+                self.base_optimizer.load_state_dict(state_dict)
+            self._own_states(state_dict)
         if self._placement is not None:
-            device = _tensors(self.param_groups)[0].device
-            self._states.adopt((piece for unit in self._engine.units for piece in unit.pieces), previous, device)
+            self._states.adopt(self._engine.pieces, previous, _tensors(self.param_groups)[0].device)
         else:
             self._states.forget()
         self._pull_groups()
@@ -460,7 +473,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
 
         It counts every gradient wherever it rests. Where updates run beside this thread the factor is applied
-        by the update itself, so no copy that is under way is touched.
+        by the update itself, so no copy that is under way is touched; and so it is by a base optimizer whose class
+        has an attribute ``folds_gradient_scale = True`` (:class:`offload.optim.AdamW`), which rounds nothing for it.
 
         Args:
             max_norm: the limit; ``inf`` only measures.
@@ -503,17 +517,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: reevaluates the loss and is called once before the update (``resident`` hands it to
-                the base optimizer).
+                a base optimizer that does not fold the gradients' scale).
         """
         loss = None
-        if closure is not None and (self.strategy != "resident" or self.update_in_backward):
+        hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._folds
+        if closure is not None and not hands_closure_on:
             with torch.enable_grad():
                 loss, closure = closure(), None
         if self._copies is not None:
             self._add_missing_copies(self._copies)
         if self._worker is None and not self.update_in_backward:
             self._push_groups()
-            with self._engine.gradients_in_place():
+            with self._engine.gradients_in_place(self.base_optimizer):
                 if closure is None:
                     step_alone(self.base_optimizer)
                 else:
@@ -521,7 +536,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._pull_groups()
         elif not self._is_per_parameter and self._copies is not None:
             self._push_groups()
-            with self._engine.gradients_on_host(self._copies) as updated:
+            with self._engine.gradients_on_host(self.base_optimizer, self._copies) as updated:
                 step_alone(self.base_optimizer)
             self._engine.upload(updated, self._copies)
             self._pull_groups()

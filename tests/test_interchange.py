@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import offload.optim
 from offload import OffloadOptimizer
 from offload.engine.simulated import Rates, SimulatedAccelerator
 
@@ -246,6 +247,164 @@ def wide_steps(model: nn.Module, optimizer: Any, seeds: range) -> None:
         optimizer.zero_grad()
     if isinstance(optimizer, OffloadOptimizer):
         optimizer.synchronize()
+
+
+# offload.optim.AdamW
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8 split": {"state_dtype": "int8", "master": "split"},
+    "bf16 split": {"state_dtype": "bf16", "master": "split"},
+    "fp32 split": {"state_dtype": "fp32", "master": "split"},
+    "fp8 split": {"state_dtype": "fp8", "master": "split"},
+    "bf16 stochastic": {"state_dtype": "bf16", "master": "stochastic"},
+    "int8 none": {"state_dtype": "int8", "master": "none"},
+}
+
+PACKED_WAYS: list[Strategy | None] = [
+    RESIDENT,
+    STREAM | ATTACHED,
+    STREAM | ATTACHED | IN_BACKWARD,
+    STREAM | {"offload_states": [{"pattern": ".*_sq.*", "memory": "host"}]},
+    HOST | ATTACHED,
+    None,
+]
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors above 512 elements, two blocks of packed states, are huge."""
+    monkeypatch.setattr("offload.engine.units.CHUNK_ELEMENTS", 512)
+
+
+class Packable(nn.Sequential):
+    """Matrices of 2.5 blocks, vectors of less than one; one parameter is used late."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(16, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 16))
+        self.late = nn.Parameter(torch.zeros(3))
+        self.to(dtype)
+
+
+def packed_steps(model: Packable, optimizer: Any, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        batch = torch.randn(5, 16, generator=generator).to(next(model.parameters()).dtype)
+        loss = nn.functional.mse_loss(model(batch), batch)
+        if seed >= 2:
+            loss = loss + model.late.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, OffloadOptimizer):
+        optimizer.synchronize()
+
+
+def build_packed(model: nn.Module, strategy: Strategy | None, form: str) -> Any:
+    return build(model, strategy, offload.optim.AdamW, lr=1e-2, **FORMATS[form])
+
+
+def packed_run(
+    strategy: Strategy | None, form: str, seeds: range, state: Any = None, weights: Any = None
+) -> tuple[Packable, Any]:
+    model = Packable()
+    if weights is not None:
+        model.load_state_dict(weights)
+    optimizer = build_packed(model, strategy, form)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    packed_steps(model, optimizer, seeds)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("target", range(len(PACKED_WAYS)))
+@pytest.mark.parametrize("source", range(len(PACKED_WAYS)))
+def test_packed_states_move_between_strategies(
+    machine: str, blocks: None, monkeypatch: pytest.MonkeyPatch, source: int, target: int
+) -> None:
+    """Formats take turns."""
+    if machine == "late":
+        # The simulator watches torch's operations, and a kernel's accesses to memory are none.
+        monkeypatch.setattr("offload.optim.cpu.load", lambda: None)
+    form = [*FORMATS][(source + target) % len(FORMATS)]
+    reference, expected = packed_run(None, form, range(2))
+    model, optimizer = packed_run(PACKED_WAYS[source], form, range(2))
+    saved, weights = through_a_file([optimizer.state_dict(), model.state_dict()])
+    assert_same_state(saved, expected.state_dict())
+    resumed, optimizer = packed_run(PACKED_WAYS[target], form, range(2, 4), saved, weights)
+    packed_steps(reference, expected, range(2, 4))
+    assert_same(resumed, reference)
+    assert_same_state(optimizer.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("new", FORMATS)
+@pytest.mark.parametrize("old", FORMATS)
+def test_packed_states_move_between_formats(threaded: Any, blocks: None, old: str, new: str) -> None:
+    """As the packed optimizer itself converts them; also over states that there were. Strategies take turns."""
+    strategies = [RESIDENT, STREAM, STREAM | ATTACHED | IN_BACKWARD, HOST]
+    strategy = strategies[([*FORMATS].index(old) + 2 * [*FORMATS].index(new)) % len(strategies)]
+    model, optimizer = packed_run(STREAM, old, range(2))
+    saved, weights = through_a_file([optimizer.state_dict(), model.state_dict()])
+    reference, expected = packed_run(None, new, range(2, 4), saved, weights)
+    assert {group["state_dtype"] for group in expected.param_groups} == {FORMATS[new]["state_dtype"]}
+    resumed, optimizer = packed_run(strategy, new, range(2, 4), saved, weights)
+    assert_same(resumed, reference)
+    assert_same_state(optimizer.state_dict(), expected.state_dict())
+
+    pinned = optimizer.memory_report().get("pinned_host")
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    if "model" not in strategy:
+        optimizer.sync_from_model()
+    packed_steps(resumed, optimizer, range(2, 4))
+    assert_same(resumed, reference)
+    assert optimizer.memory_report().get("pinned_host") == pinned  # in the memory of those before
+
+
+@pytest.mark.parametrize("strategy", [RESIDENT, STREAM | ATTACHED, HOST], ids=label)
+@pytest.mark.parametrize("form", ["int8 split", "fp32 split", "bf16 stochastic"])
+def test_packed_states_come_from_torch_and_go_there(threaded: Any, blocks: None, form: str, strategy: Strategy) -> None:
+    """fp32 training, with masters, goes on in a packed format, and back: as without offloading, and to torch."""
+    full = Packable(torch.float32)
+    torch_optimizer = torch.optim.AdamW(full.parameters(), lr=1e-2)
+    packed_steps(full, torch_optimizer, range(2))
+    saved = offload.optim.from_plain(torch_optimizer.state_dict(), full.parameters())
+    reference, expected = packed_run(None, form, range(2, 4), saved, full.state_dict())
+    model, optimizer = packed_run(strategy, form, range(2, 4), saved, full.state_dict())
+    assert_same(model, reference)
+    assert_same_state(optimizer.state_dict(), expected.state_dict())
+
+    back, expected_back = offload.optim.to_plain(optimizer), offload.optim.to_plain(expected)
+    assert_same_state(back, expected_back)
+    if form == "fp32 split":
+        masters = [state["master"] for state in back["state"].values()]
+        for master, param in zip(masters, model.parameters(), strict=True):
+            assert torch.equal(master.bfloat16(), param) and not torch.equal(master, param.float())
+    again = Packable(torch.float32)
+    plain_again = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    plain_again.load_state_dict(back)
+    packed_steps(again, plain_again, range(1))
+
+
+BYTES = {"int8 none": 2 + 8 / 256, "int8 split": 4 + 8 / 256, "bf16 split": 6.0, "fp32 split": 10.0}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [RESIDENT, STREAM | {"offload_states": [{"pattern": ".*", "memory": "host"}]}, HOST],
+    ids=["resident", "stream", "host"],
+)
+@pytest.mark.parametrize("form", BYTES)
+def test_bytes_of_packed_states(threaded: Any, form: str, strategy: Strategy) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, dtype=torch.bfloat16) for _ in range(3)))
+    optimizer = build(model, strategy, offload.optim.AdamW, lr=1e-2, **FORMATS[form])
+    model(torch.randn(2, 128, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    report = optimizer.memory_report()
+    held = sum(purposes.get("optimizer_state", 0) for purposes in report.values())
+    assert held / sum(p.numel() for p in model.parameters()) == pytest.approx(BYTES[form], rel=0.01)
 
 
 @pytest.fixture

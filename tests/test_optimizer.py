@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import offload.optim
 from offload import OffloadOptimizer
 from offload.errors import UserError
 
@@ -345,6 +346,95 @@ def test_a_parameter_group_added_later(memory: str) -> None:
             one_step(optimizer, model, seed)
     assert_same(*models)
     assert len(optimizers[0].state_dict()["state"]) == len(optimizers[1].state_dict()["state"])
+
+
+@pytest.mark.parametrize("strategy", ["stream", "host", "resident"])
+def test_random_bits_depend_on_a_parameters_position_over_all_groups(
+    threaded: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Also with a group that is added later; stochastic rounding shows it. Some parameters have ranges."""
+    monkeypatch.setattr("offload.engine.units.CHUNK_ELEMENTS", 256)
+    models = [make_model(torch.bfloat16) for _ in range(3)]
+    options = {"lr": 1e-2, "state_dtype": "bf16", "master": "stochastic"}
+
+    def start(params: Any, is_plain: bool) -> torch.optim.Optimizer:
+        if is_plain:
+            return offload.optim.AdamW(params, **options)
+        return OffloadOptimizer(params, "offload.optim.AdamW", strategy=strategy, **options)
+
+    for model, is_plain in zip(models, [True, False, True], strict=True):
+        optimizer = start(model[:2].parameters(), is_plain)
+        one_step(optimizer, model, 0)
+        later = [*model[3:].parameters()]
+        if model is models[2]:
+            later.reverse()
+        optimizer.add_param_group({"params": later, "lr": 5e-3})
+        for seed in range(3):
+            one_step(optimizer, model, seed)
+    assert_same(models[1], models[0])
+    with pytest.raises(AssertionError):
+        assert_same(models[2], models[0])
+
+
+@pytest.mark.parametrize("in_closure", [False, True], ids=["before", "in closure"])
+@pytest.mark.parametrize("strategy", ["stream", "host", "resident"])
+def test_a_packed_optimizer_clips_while_it_updates(threaded: Any, strategy: str, in_closure: bool) -> None:
+    """The factor multiplies in fp32, and for one step: no gradient is rounded for it, with any strategy."""
+    options = {"lr": 1e-2, "state_dtype": "fp32", "master": "split"}
+    models = [make_model(torch.bfloat16) for _ in range(2)]
+    plain = offload.optim.AdamW(models[0].parameters(), **options)
+    optimizer = OffloadOptimizer(models[1].parameters(), "offload.optim.AdamW", strategy=strategy, **options)
+    for step, (batch,) in zip(range(3), batches(1), strict=False):
+        backward(models[0], batch, 1)
+        if step < 2:  # not in the last
+            norm = torch.nn.utils.get_total_norm([p.grad.float() for p in models[0].parameters()])
+            plain.gradient_scale = 0.1 / (norm + 1e-6)
+        plain.step()
+        plain.gradient_scale = None
+        plain.zero_grad()
+
+        def clipped(batch: Any = batch, clips: bool = step < 2) -> None:
+            optimizer.zero_grad()
+            backward(models[1], batch, 1)
+            if clips:
+                optimizer.clip_grad_norm_(0.1)
+
+        if in_closure:
+            optimizer.step(clipped)
+        else:
+            clipped()
+            optimizer.step()
+    assert_same(models[1], models[0])
+    assert not hasattr(optimizer, "gradient_scale") and optimizer.base_optimizer.gradient_scale is None
+
+
+class _StepsAtOnce(torch.optim.SGD):
+    """Not known to update each parameter by itself."""
+
+
+@pytest.mark.parametrize("accumulation_dtype", [None, "fp32"])
+def test_clipping_an_optimizer_that_is_stepped_with_everything(threaded: Any, accumulation_dtype: Any) -> None:
+    models = [make_model(torch.bfloat16) for _ in range(2)]
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.1, foreach=False)
+    optimizer = OffloadOptimizer(
+        models[1].parameters(),
+        _StepsAtOnce,
+        lr=0.1,
+        foreach=False,
+        offload_gradients=True,
+        accumulation_dtype=accumulation_dtype,
+    )
+    for (batch,), _ in zip(batches(1), range(3), strict=False):
+        for model in models:
+            backward(model, batch, 1)
+        norm = torch.nn.utils.get_total_norm([p.grad.float() for p in models[0].parameters()])
+        torch.nn.utils.clip_grads_with_norm_(models[0].parameters(), 0.1, norm)
+        plain.step()
+        plain.zero_grad()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(models[1], models[0])
 
 
 def test_tied_weights_are_updated_once(memory: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.gradients import TakenGradient
-from offload.engine.memory import HostMemory
+from offload.engine.memory import HostMemory, carve
 from offload.engine.pipeline import Slot
 from offload.engine.runtime import DONE, Event, Runtime, Thread
 
@@ -44,7 +44,7 @@ class HostGradients:
         self._buffers: dict[Tensor, Tensor] = {}
         self._arrived: dict[Tensor, Event] = {}
         self._signal = runtime.signal()
-        self._additions: deque[tuple[Tensor, Tensor, Slot, bool]] = deque()
+        self._additions: deque[tuple[Tensor, Tensor, Tensor, Slot, bool]] = deque()
         self._pending: Counter[Tensor] = Counter()
         self._slots: deque[Slot] = deque()
         self._thread: Thread | None = None
@@ -124,11 +124,11 @@ class HostGradients:
                 self._signal.wait()
             self._raise_error()
             slot = self._slots.popleft()
-        view = slot.buffer[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-        slot.filled = self._runtime.copy(view, gradient, "down", (self._runtime.record(),), "gradient down")
+        (addend,) = carve(slot.buffer, [gradient])
+        slot.filled = self._runtime.copy(addend, gradient, "down", (self._runtime.record(),), "gradient down")
         with self._signal:
             self._pending[param] += 1
-            self._additions.append((param, buffer, slot, first))
+            self._additions.append((param, buffer, addend, slot, first))
             self._signal.notify_all()
 
     def _start(self) -> None:
@@ -154,10 +154,9 @@ class HostGradients:
                 if self._stopping:
                     return False
                 self._signal.wait()
-            param, buffer, slot, first = self._additions.popleft()
+            param, buffer, addend, slot, first = self._additions.popleft()
         # Copies down run in order, so the buffer's first gradient is there once this one is.
         slot.filled.synchronize()
-        addend = slot.buffer[: buffer.numel() * param.element_size()].view(param.dtype).view(buffer.shape)
         if first:
             buffer.copy_(addend)
         else:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from offload.engine.units import in_layout_of
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping per parameter group: what the group holds beside its parameters."""
@@ -20,12 +23,16 @@ class Entry:
 
     Attributes:
         group: index of its parameter group.
+        position: index of its parameter over all groups.
+        start: first element, where it is a range of its parameter.
         tensor: the values, of any shape; a range of a parameter is a parameter to the base optimizer.
-        gradient: same shape, dtype and device.
+        gradient: same shape and device, of any floating-point dtype.
         state: what the base optimizer keeps for it; changed in place, filled on the first step.
     """
 
     group: int
+    position: int
+    start: int
     tensor: Tensor
     gradient: Tensor
     state: dict[str, Any]
@@ -48,34 +55,60 @@ def step_alone(base: torch.optim.Optimizer, *closure: Callable[[], Any]) -> Any:
     return step(base, *closure)
 
 
+@contextmanager
+def scaled_gradients(base: torch.optim.Optimizer, scale: Tensor | None) -> Iterator[None]:
+    """Inside, a step of ``base`` multiplies gradients by ``scale``.
+
+    Args:
+        base: of a class that folds, see :class:`PartialStep`.
+        scale: 0-dim, on the gradients' device or the host; None for 1.
+    """
+    base.gradient_scale = scale  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        base.gradient_scale = None  # type: ignore[attr-defined]
+
+
 class PartialStep:
     """Steps a base optimizer over a few tensors, leaving its own groups and state alone.
 
     It works on a second instance that shares everything else with the first, so that one thread can step
-    while another reads the optimizer.
+    while another reads the optimizer. To that instance a parameter has an attribute ``offload_range``, ``(position,
+    start)``: which parameter it is over all groups, and its first element there.
+
+    Attributes:
+        folds: the base optimizer multiplies gradients by its attribute ``gradient_scale`` while it updates; its class
+            says so by an attribute ``folds_gradient_scale = True``.
     """
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.folds = bool(getattr(type(base), "folds_gradient_scale", False))
         self._base = object.__new__(type(base))
         self._base.__dict__.update(base.__dict__)
 
-    def __call__(self, entries: Sequence[Entry], groups: Hyperparameters) -> None:
+    def __call__(self, entries: Sequence[Entry], groups: Hyperparameters, scale: Tensor | None = None) -> None:
         """Update every entry with its gradient; states change in place.
 
         Args:
             entries: what to update.
             groups: hyperparameters to update with.
+            scale: 0-dim factor of the gradients. The base optimizer applies it if it folds; else gradients change.
         """
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         for entry in entries:
             param = nn.Parameter(entry.tensor)
-            param.grad = entry.gradient
+            param.offload_range = (entry.position, entry.start)  # type: ignore[attr-defined]
+            gradient = entry.gradient if self.folds or scale is None else entry.gradient.mul_(scale)
+            # Rounded after it was scaled; and fused kernels walk over memory.
+            param.grad = in_layout_of(gradient.to(entry.tensor.dtype), entry.tensor)
             members[entry.group].append(param)
             states[param] = entry.state
         self._base.param_groups = [dict(groups[index], params=params) for index, params in members.items()]
         self._base.state = states
         try:
-            step_alone(self._base)
+            with scaled_gradients(self._base, scale) if self.folds else nullcontext():
+                step_alone(self._base)
         finally:
             self._base.param_groups, self._base.state = [], defaultdict(dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.engine.accumulation import HostGradients
-from offload.engine.base import Entry, Hyperparameters, PartialStep
+from offload.engine.base import Hyperparameters, PartialStep, scaled_gradients
 from offload.engine.gradients import TakenGradient, tensor_norm
 from offload.engine.host import HostCopies
 from offload.engine.model import ModelWaits
 from offload.engine.pipeline import Gradient, Job, Pipeline
 from offload.engine.runtime import Runtime
-from offload.engine.states import Layout, States
+from offload.engine.states import States
 from offload.engine.stream import StreamPipeline
-from offload.engine.units import Piece, Unit, in_layout_of
+from offload.engine.units import Piece, Unit
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,11 @@ class Engine:
         self._new_step()
         if self._waits is not None:
             self._waits.cover(self.units)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Those of all units."""
+        return [piece for unit in self.units for piece in unit.pieces]
 
     def attach(self, model: nn.Module) -> None:
         """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
@@ -294,21 +299,15 @@ class Engine:
             )
 
     def _update_now(self, job: Job) -> None:
-        entries = []
-        for part in job.slices:
-            gradient = part.of(job.gradients[part.param].values)
-            state = self._states.staged(part, Layout(), gradient)
-            tensor = part.of(part.param.detach())
-            entries.append(Entry(part.group, tensor, in_layout_of(gradient.to(tensor.dtype), tensor), state))
-        before = [dict(entry.state) for entry in entries]
-        self._step(entries, job.groups)
-        parts = zip(job.slices, before, entries, strict=True)
-        self._states.rest([(part, old, entry.state) for part, old, entry in parts], torch.Tensor.copy_)
+        gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices}
+        self._states.update(
+            {part: (part.of(part.param.detach()), gradient) for part, gradient in gradients.items()},
+            lambda entries: self._step(entries, job.groups, job.scale),
+        )
 
     def step(self) -> None:
         """Submit the update of everything that has a gradient and was not updated in backward."""
-        pieces = sorted((piece for unit in self.units for piece in unit.pieces), key=lambda piece: piece.rank)
-        submitted = self._submit(pieces)
+        submitted = self._submit(sorted(self.pieces, key=lambda piece: piece.rank))
         self._scale = None
         if self._schedule.update_in_backward:
             self._norms_are_old = True
@@ -327,7 +326,7 @@ class Engine:
 
     def _new_step(self) -> None:
         last, self._progress = self._progress, self._progress.next()
-        pieces = [piece for unit in self.units for piece in unit.pieces]
+        pieces = self.pieces
         for piece in pieces:
             trained = {part.param for part in piece.slices if part.param.requires_grad}
             self._progress.expected.setdefault(piece, trained)
@@ -341,32 +340,45 @@ class Engine:
             self._worker.expect(list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank))
 
     @contextmanager
-    def gradients_in_place(self) -> Iterator[None]:
+    def gradients_in_place(self, base: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, ``param.grad`` is an ordinary tensor for every gradient, for a step of the whole base optimizer."""
         markers = [(p, p.grad) for p in self._pieces if isinstance(p.grad, TakenGradient)]
         for param, marker in markers:
             param.grad = None if marker.rest is None else marker.rest.to(param.dtype)
         try:
-            yield
+            with self._folding(base, self._take_scale()):
+                yield
         finally:
             for param, marker in markers:
                 param.grad = marker
 
+    def _folding(self, base: torch.optim.Optimizer, scale: Tensor | None) -> AbstractContextManager[None]:
+        """Inside, a step of the whole base optimizer applies a clipping factor, if it folds."""
+        return scaled_gradients(base, scale) if self._step.folds else nullcontext()
+
+    def _take_scale(self) -> Tensor | None:
+        """The pending clipping factor, which then is none any more."""
+        scale, self._scale = self._scale, None
+        return scale
+
     @contextmanager
-    def gradients_on_host(self, copies: HostCopies) -> Iterator[list[nn.Parameter]]:
+    def gradients_on_host(self, base: torch.optim.Optimizer, copies: HostCopies) -> Iterator[list[nn.Parameter]]:
         """Inside, the host copies have the gradients; for a step of the whole base optimizer on the CPU."""
         self.settle()
+        scale = self._take_scale()
         updated = []
         for param in self._pieces:
             gradient = self._gradient(param)
             if gradient is not None:
                 values = gradient.values.cpu()
-                copies.of(param).grad = values.to(param.dtype) if self._scale is None else values.mul_(self._scale)
+                if scale is not None and not self._step.folds:
+                    values.mul_(scale)
+                copies.of(param).grad = values.to(param.dtype)
                 updated.append(param)
-        self._scale = None
         self._forget_norms()
         try:
-            yield updated
+            with self._folding(base, scale):
+                yield updated
         finally:
             for param in updated:
                 copies.of(param).grad = None
@@ -415,7 +427,7 @@ class Engine:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor`` (0-dim), now or when the next update uses it."""
-        if self._worker is not None:
+        if self._worker is not None or self._step.folds:
             if self._copies is not None:
                 factor = torch.tensor(factor.item(), dtype=factor.dtype)
             self._scale = factor if self._scale is None else self._scale * factor.to(self._scale.device)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.base import Entry, PartialStep
-from offload.engine.memory import HostMemory, padded
+from offload.engine.memory import HostMemory, carve, padded
 from offload.engine.pipeline import Job, Pipeline, Slot
 from offload.engine.runtime import DONE, Event, Runtime
-from offload.engine.states import Layout, States
+from offload.engine.states import States
 from offload.engine.units import Piece, Slice
 
 SLOTS = 3
@@ -148,17 +148,11 @@ class HostPipeline(Pipeline):
         needed = sum(padded(span.nbytes) for span in on_device.values())
         if slot.buffer.numel() < needed:
             (slot.buffer,) = self._memory.allocate([torch.empty(needed, dtype=torch.uint8, device="meta")], "staging")
-        gradients = {}
-        offset = 0
+        gradients = {**spans, **dict(zip(on_device, carve(slot.buffer, on_device.values()), strict=True))}
         slot.filled = DONE
-        for part, span in spans.items():
-            if part in on_device:
-                target = slot.buffer[offset : offset + span.nbytes].view(span.dtype).view(span.shape)
-                slot.filled = self._runtime.copy(target, span, "down", (job.ready,), f"{job.piece.name} gradient down")
-                gradients[part] = target
-                offset += padded(span.nbytes)
-            else:
-                gradients[part] = span
+        for part, span in on_device.items():
+            name = f"{job.piece.name} gradient down"
+            slot.filled = self._runtime.copy(gradients[part], span, "down", (job.ready,), name)
         return slot, gradients
 
     def _update(self, job: Job, slot: Slot, gradients: dict[Slice, Tensor]) -> None:
@@ -167,23 +161,18 @@ class HostPipeline(Pipeline):
         slot.filled.synchronize()
         job.gradients.clear()
         self._uploaded.get(job.piece, DONE).synchronize()
-        entries = []
-        for part, gradient in gradients.items():
-            if job.scale is not None:
-                gradient.mul_(job.scale)
-            host = part.of(self._copies.of(part.param).detach())
-            state = self._states.staged(part, Layout(), slot.buffer)
-            entries.append(Entry(part.group, host, gradient.to(host.dtype), state))
-        before = [dict(entry.state) for entry in entries]
-        with self._runtime.working(f"{job.piece.name} update"):
-            self._step(entries, job.groups)
-        parts = zip(gradients, before, entries, strict=True)
-        self._states.rest([(part, old, entry.state) for part, old, entry in parts], torch.Tensor.copy_)
+        hosts = {part: part.of(self._copies.of(part.param).detach()) for part in gradients}
+
+        def step(entries: Sequence[Entry]) -> None:
+            with self._runtime.working(f"{job.piece.name} update"):
+                self._step(entries, job.groups, job.scale)
+
+        self._states.update({part: (hosts[part], gradient) for part, gradient in gradients.items()}, step)
         self._free.append(slot)
         uploaded: Event = DONE
-        for part, entry in zip(gradients, entries, strict=True):
+        for part, host in hosts.items():
             target = part.of(part.param.detach())
-            uploaded = self._runtime.copy(target, entry.tensor, "up", (job.ready,), f"{job.piece.name} parameters up")
+            uploaded = self._runtime.copy(target, host, "up", (job.ready,), f"{job.piece.name} parameters up")
             self._copies.written(part.param)
         self._uploaded[job.piece] = uploaded
         self._finish(job, uploaded)

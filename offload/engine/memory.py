@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,23 @@ SLAB_BYTES = 1 << 30
 def padded(nbytes: int) -> int:
     """``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def carve(buffer: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """Views of a byte buffer with the shapes, dtypes and order of elements of ``like``, side by side, aligned.
+
+    Args:
+        buffer: uint8, of at least the sum of the tensors' :func:`padded` sizes; the last one's need not be padded.
+        like: what to match; the tensors may live anywhere, the meta device included.
+    """
+    views, used = [], 0
+    for tensor in like:
+        nbytes = tensor.numel() * tensor.element_size()
+        flat = buffer[used : used + nbytes].view(tensor.dtype)
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+        views.append(flat.as_strided(tensor.shape, dense.stride()))
+        used += padded(nbytes)
+    return views
 
 
 class HostMemory:
@@ -60,32 +77,22 @@ class HostMemory:
         sizes = [padded(t.numel() * t.element_size()) for t in like]
         if self._runtime.shares_memory or kind == "host":
             self._bytes["host"][purpose] += sum(sizes)
-            return self._views(torch.empty(sum(sizes), dtype=torch.uint8), like, sizes)
+            return carve(torch.empty(sum(sizes), dtype=torch.uint8), like)
         space = self._open.pop((kind, purpose), torch.empty(0, dtype=torch.uint8))
         total = sum(sizes)
         if total <= SLAB_BYTES:
             if total > space.numel():
                 space = self._slab(total, purpose)
-            views = self._views(space, like, sizes)
+            views = carve(space, like)
             space = space[total:]
         else:
             views = []
             for tensor, size in zip(like, sizes, strict=True):
                 if size > space.numel():
                     space = self._slab(size, purpose)
-                views += self._views(space, [tensor], [size])
+                views += carve(space, [tensor])
                 space = space[size:]
         self._open[kind, purpose] = space
-        return views
-
-    def _views(self, space: Tensor, like: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        views, used = [], 0
-        for tensor, size in zip(like, sizes, strict=True):
-            flat = space[used : used + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            # What empty_like would give: dense, in the order of a transposed tensor's elements.
-            strides = torch.empty_like(tensor, device="meta").stride()
-            views.append(flat.as_strided(tensor.shape, strides))
-            used += size
         return views
 
     def _slab(self, at_least: int, purpose: str) -> Tensor:

@@ -82,20 +82,20 @@ def _rule(entry: Any, where: str) -> tuple[re.Pattern[str], str]:
 
 def state_names(
     base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], params: Iterable[nn.Parameter]
-) -> dict[int, list[str]] | None:
-    """Names of the tensors that a base optimizer keeps for a parameter, by the parameter's number of dimensions.
+) -> dict[tuple[int, torch.dtype], list[str]] | None:
+    """Names of the tensors that a base optimizer keeps for a parameter, by its number of dimensions and dtype.
 
     Found by one step on small parameters; None where the class does not run on them (a kernel for another
     device), so that nothing can be said before the first real step.
     """
     names = {}
-    for dim in {param.dim() for param in params}:
-        probe = nn.Parameter(torch.zeros((2,) * dim))
+    for dim, dtype in {(param.dim(), param.dtype) for param in params}:
+        probe = nn.Parameter(torch.zeros((2,) * dim, dtype=dtype))
         probe.grad = torch.zeros_like(probe)
         try:
             base = base_class([probe], **kwargs)
             base.step()
         except Exception:
             return None
-        names[dim] = [key for key, value in base.state[probe].items() if isinstance(value, torch.Tensor)]
+        names[dim, dtype] = [key for key, value in base.state[probe].items() if isinstance(value, torch.Tensor)]
     return names

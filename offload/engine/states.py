@@ -8,13 +8,14 @@ piece side by side: one copy brings them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.engine.memory import HostMemory, padded
+from offload.engine.base import Entry
+from offload.engine.memory import ALIGNMENT, HostMemory, carve, padded
 from offload.engine.placement import Placement
 from offload.engine.units import Piece, Slice, flat_bytes
 
@@ -68,8 +69,16 @@ class Layout:
     staged: list[_Staged] = field(default_factory=list)
 
 
+_NO_LAYOUT = Layout()
+_NO_BUFFER = torch.empty(0, dtype=torch.uint8)
+
+
 class States:
     """The base optimizer's states, by slices.
+
+    A state that has the parameter's shape has ranges, as the parameter has. So has one of ``[ceil(numel / N)]``
+    elements, of which each belongs to ``N`` elements of the parameter, if the optimizer's class names it in an
+    attribute ``state_block``, a mapping of states' keys to ``N``.
 
     Args:
         base: the base optimizer.
@@ -89,6 +98,7 @@ class States:
         self._resting = resting
         self._placement = placement
         self._memory = memory
+        self._blocks = state_blocks(type(base))
         self._layouts: dict[Piece, Layout] = {}
         self._own: dict[tuple[Slice, str], Any] = {}  # of a range of a parameter: its copy of what has no ranges
         self._begun: dict[nn.Parameter, set[Slice]] = {}  # ranges that had their first update, if not all at once
@@ -165,22 +175,38 @@ class States:
         layout = Layout()
         end_of_run = -1
         for part, key, value in self._on_host(piece):
-            parts = [part.of(component) for component in components(value)]
+            wholes = components(value)
+            parts = [self._range(part, key, whole) for whole in wholes]
             offsets = []
-            for component in parts:
+            for whole, component in zip(wholes, parts, strict=True):
                 memory = flat_bytes(component)
                 size = padded(memory.numel())
                 offsets.append(layout.nbytes)
                 if layout.runs and memory.data_ptr() == end_of_run and _same_storage(layout.runs[-1][0], memory):
                     before, at = layout.runs[-1]
-                    whole = before.as_strided((layout.nbytes - at + memory.numel(),), (1,))
-                    layout.runs[-1] = (whole, at)
+                    joined = before.as_strided((layout.nbytes - at + memory.numel(),), (1,))
+                    layout.runs[-1] = (joined, at)
                 else:
                     layout.runs.append((memory, layout.nbytes))
-                end_of_run = memory.data_ptr() + size
+                # What pads a state's end is nobody's; behind another range lies the next, which is another piece's.
+                is_aligned = (memory.data_ptr() - whole.data_ptr()) % ALIGNMENT == 0
+                owns_padding = is_aligned and (part.is_last or size == memory.numel())
+                end_of_run = memory.data_ptr() + size if owns_padding else -1
                 layout.nbytes += size
             layout.staged.append(_Staged(part, key, value, parts, offsets))
         return layout
+
+    def _range(self, part: Slice, key: str, value: Tensor) -> Tensor:
+        return part.of(value, self._blocks.get(key, 1))
+
+    def _has_ranges(self, key: str, value: Any, shape: Sequence[int]) -> bool:
+        """Whether a state of a parameter, or of a range of it, of that shape has an element for each or each few of
+        its elements."""
+        return isinstance(value, Tensor) and value.shape == self._shape(key, shape)
+
+    def _shape(self, key: str, shape: Sequence[int]) -> torch.Size:
+        whole = torch.Size(shape)
+        return torch.Size([-(-whole.numel() // self._blocks[key])]) if key in self._blocks else whole
 
     def staged(self, part: Slice, layout: Layout, buffer: Tensor) -> dict[str, Any]:
         """The state of one slice for the base optimizer, with what rests on the host in ``buffer``."""
@@ -188,8 +214,8 @@ class States:
         for entry in layout.staged:
             if entry.slice is part:
                 pairs = zip(entry.parts, entry.offsets, strict=True)
-                views = [_view(buffer, offset, component) for component, offset in pairs]
-                state[entry.key] = rebuild(part.of(entry.resting), iter(views))
+                views = [carve(buffer[offset:], [component])[0] for component, offset in pairs]
+                state[entry.key] = rebuild(self._range(part, entry.key, entry.resting), iter(views))
         return state
 
     def _in_place(self, part: Slice) -> dict[str, Any]:
@@ -201,8 +227,8 @@ class States:
                 continue
             if part.is_whole:
                 state[key] = value
-            elif isinstance(value, Tensor) and value.shape == part.param.shape:
-                state[key] = part.of(value)
+            elif self._has_ranges(key, value, part.param.shape):
+                state[key] = self._range(part, key, value)
             else:
                 if (part, key) not in self._own:
                     self._own[part, key] = _copy(value)
@@ -217,6 +243,35 @@ class States:
                 value.copy_(now[key])
                 now[key] = value
 
+    def update(
+        self,
+        tensors: Mapping[Slice, tuple[Tensor, Tensor]],
+        step: Callable[[Sequence[Entry]], None],
+        layout: Layout = _NO_LAYOUT,
+        buffer: Tensor = _NO_BUFFER,
+        *,
+        move: Move = torch.Tensor.copy_,
+    ) -> None:
+        """Update slices, with their states from where they are.
+
+        Args:
+            tensors: values, which change in place, and gradient of each slice.
+            step: runs the base optimizer.
+            layout: of the piece that the slices are of, where its states were brought into ``buffer``; they change
+                there.
+            buffer: uint8, of ``layout.nbytes``.
+            move: brings a created tensor to where it rests.
+        """
+        entries = {
+            part: Entry(part.group, part.position, part.start, tensor, gradient, self.staged(part, layout, buffer))
+            for part, (tensor, gradient) in tensors.items()
+        }
+        before = {part: dict(entry.state) for part, entry in entries.items()}
+        step(list(entries.values()))
+        for part, entry in entries.items():
+            self.keep_in_place(before[part], entry.state)
+        self.rest([(part, before[part], entry.state) for part, entry in entries.items()], move)
+
     def rest(self, updates: Sequence[tuple[Slice, dict[str, Any], dict[str, Any]]], move: Move) -> None:
         """Take over what an update created.
 
@@ -230,8 +285,7 @@ class States:
                 self._begun.setdefault(part.param, set()).add(part)
             for key, value in now.items():
                 target = self._state(part.param)
-                has_ranges = isinstance(value, Tensor) and value.shape == (part.numel,)
-                if not part.is_whole and not has_ranges:
+                if not part.is_whole and not self._has_ranges(key, value, (part.numel,)):
                     self._own[part, key] = value
                     target.setdefault(key, value)
                 elif key in before and value is before[key]:
@@ -247,17 +301,18 @@ class States:
 
     def _rest_range(self, part: Slice, key: str, value: Tensor, move: Move) -> None:
         target = self._state(part.param)
-        if key not in target or target[key].shape != part.param.shape:
-            shape = torch.empty(part.param.shape, dtype=value.dtype, device="meta")
-            kind = self._rests_on_host(key, shape, part.name)
+        if not self._has_ranges(key, target.get(key), part.param.shape):
+            whole = torch.empty(self._shape(key, part.param.shape), dtype=value.dtype, device="meta")
+            kind = self._rests_on_host(key, whole, part.name)
             if kind is None:
-                target[key] = torch.empty(part.param.shape, dtype=value.dtype, device=value.device)
+                target[key] = torch.empty_like(whole, device=value.device)
             else:
-                (target[key],) = self._memory.allocate([shape], "optimizer_state", kind)
+                (target[key],) = self._memory.allocate([whole], "optimizer_state", kind)
+        resting = self._range(part, key, target[key])
         if self._rests_on_host(key, value, part.name):
-            move(part.of(target[key]), value)
+            move(resting, value)
         else:
-            part.of(target[key]).copy_(value)
+            resting.copy_(value)
 
     def _rest_whole(self, created: Sequence[tuple[Slice, str, Tensor]], move: Move) -> None:
         by_kind: dict[str, list[tuple[Slice, str, Tensor]]] = {}
@@ -299,7 +354,7 @@ class States:
                     continue
                 before = previous.get(self._resting(part.param), {})
                 state = self._state(part.param)
-                whole = Slice(part.param, part.name, part.group, 0, part.param.numel())
+                whole = replace(part, start=0, stop=part.param.numel())
                 for key, value in list(state.items()):
                     if (part.param, key) in seen or not isinstance(value, Tensor):
                         continue
@@ -321,6 +376,12 @@ class States:
         return value.dim() == 0 and key == "step" and not (options.get("fused") or options.get("capturable"))
 
 
+def state_blocks(base_class: type[torch.optim.Optimizer]) -> Mapping[str, int]:
+    """Elements of a parameter for one element of a state, by the state's key; for states that have fewer."""
+    blocks: Mapping[str, int] = getattr(base_class, "state_block", {})
+    return blocks
+
+
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -331,11 +392,6 @@ def _alone(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
     flat = torch.from_numpy(flat_bytes(tensor).numpy()).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
-
-
-def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    flat = buffer[offset : offset + like.numel() * like.element_size()].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

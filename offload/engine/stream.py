@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from offload.engine.base import Entry, PartialStep
-from offload.engine.memory import padded
+from offload.engine.base import PartialStep
+from offload.engine.memory import carve, padded
 from offload.engine.pipeline import Job, Pipeline, Slot
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.states import States
-from offload.engine.units import Piece, Slice, in_layout_of
+from offload.engine.units import Piece, Slice
 
 SLOTS = 4
 """Staging buffers: one on its way up, one updating, one on its way down, one ahead."""
@@ -169,30 +169,20 @@ class StreamPipeline(Pipeline):
 
     def _update(self, job: Job, slot: Slot) -> None:
         layout = self._states.layout(job.piece)
-        slices = job.slices
         from_host = self._bring_gradients(job, slot)
         with self._runtime.updating(f"{job.piece.name} update"):
             self._runtime.wait(job.ready)
             self._runtime.wait(slot.filled)
             self._runtime.borrow(job.tensors())
-            entries = []
-            for part in slices:
-                gradient = from_host.get(part)
-                if gradient is None:
-                    gradient = part.of(job.gradients[part.param].values)
-                if job.scale is not None:
-                    gradient.mul_(job.scale)
-                state = self._states.staged(part, layout, slot.buffer)
-                tensor = part.of(part.param.detach())
-                gradient = in_layout_of(gradient.to(tensor.dtype), tensor)
-                entries.append(Entry(part.group, tensor, gradient, state))
-            before = [dict(entry.state) for entry in entries]
-            self._step(entries, job.groups)
-            for old, entry in zip(before, entries, strict=True):
-                self._states.keep_in_place(old, entry.state)
+            gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
             created: list[tuple[Tensor, Tensor]] = []
-            changes = [(part, old, entry.state) for part, old, entry in zip(slices, before, entries, strict=True)]
-            self._states.rest(changes, lambda target, source: created.append((target, source)))
+            self._states.update(
+                {part: (part.of(part.param.detach()), gradient) for part, gradient in gradients.items()},
+                lambda entries: self._step(entries, job.groups, job.scale),
+                layout,
+                slot.buffer,
+                move=lambda target, source: created.append((target, source)),
+            )
             updated = self._runtime.record()
         if layout.nbytes or from_host:
             slot.freed = updated
@@ -221,12 +211,8 @@ class StreamPipeline(Pipeline):
         spans = {part: part.of(gradient.values) for part, gradient in from_host.items()}
         total = sum(padded(span.nbytes) for span in spans.values())
         slot.gradients = self._device_buffer(slot, slot.gradients, total)
-        gradients: dict[Slice, Tensor] = {}
-        offset = 0
+        gradients = dict(zip(spans, carve(slot.gradients, spans.values()), strict=True))
         for part, span in spans.items():
-            target = slot.gradients[offset : offset + span.nbytes].view(span.dtype).view(span.shape)
             after = (slot.made, slot.freed, from_host[part].arrived())
-            slot.filled = self._runtime.copy(target, span, "up", after, f"{job.piece.name} gradient up")
-            gradients[part] = target
-            offset += padded(span.nbytes)
+            slot.filled = self._runtime.copy(gradients[part], span, "up", after, f"{job.piece.name} gradient up")
         return gradients

@@ -14,6 +14,9 @@ CHUNK_ELEMENTS = 16 * 2**20
 for full speed on any link, short enough that a few of them in flight are small beside a layer. A multiple of 64, so
 that ranges of a tensor begin at the alignment of host memory."""
 
+Member = tuple[nn.Parameter, str, int, int]
+"""``(parameter, name, index of its group, its position over all groups)``."""
+
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|module(?=\.))\.?")
 
 
@@ -36,11 +39,15 @@ def unit_of(name: str) -> str:
 
 @dataclass(eq=False, frozen=True)
 class Slice:
-    """A range of a parameter's elements, in row-major order: ``[start, stop)``; the whole parameter most often."""
+    """A range of a parameter's elements, in row-major order: ``[start, stop)``; the whole parameter most often.
+
+    ``position`` is the parameter's over all groups.
+    """
 
     param: nn.Parameter
     name: str
     group: int
+    position: int
     start: int
     stop: int
 
@@ -56,13 +63,17 @@ class Slice:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor, block: int = 1) -> Tensor:
         """This range of a tensor of the parameter's shape: the tensor itself, or a flat view of it.
+
+        Args:
+            tensor: the parameter's shape, or ``[ceil(numel / block)]``.
+            block: elements of the parameter per element of ``tensor``; ``start`` is a multiple of it.
 
         Raises:
             RuntimeError: for a range of a tensor that is not contiguous, which has no flat view.
         """
-        return tensor if self.is_whole else tensor.view(-1)[self.start : self.stop]
+        return tensor if self.is_whole else tensor.view(-1)[self.start // block : -(-self.stop // block)]
 
 
 @dataclass(eq=False)
@@ -92,39 +103,41 @@ class Unit:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def build_units(params: Iterable[tuple[nn.Parameter, str, int]], *, named: bool, can_cut: bool) -> list[Unit]:
+def build_units(params: Iterable[Member], *, named: bool, can_cut: bool, block: int = 1) -> list[Unit]:
     """Units in the order of their first parameter.
 
     Args:
-        params: ``(parameter, name, index of its group)``.
+        params: what they are made of.
         named: names are those of a model, so that they tell which parameters belong together; otherwise each
             parameter is a unit.
         can_cut: the base optimizer is elementwise, so that a tensor above :data:`CHUNK_ELEMENTS` may be
             updated in parts.
+        block: parts begin at multiples of it.
     """
     units: dict[str, Unit] = {}
-    entries: dict[str, list[tuple[nn.Parameter, str, int]]] = {}
-    for param, name, group in params:
+    entries: dict[str, list[Member]] = {}
+    for member in params:
+        param, name, _, _ = member
         key = unit_of(name) if named else name
         units.setdefault(key, Unit(key)).params.append(param)
-        entries.setdefault(key, []).append((param, name, group))
+        entries.setdefault(key, []).append(member)
     for key, unit in units.items():
-        unit.pieces = [Piece(unit, slices) for slices in _cut(entries[key], can_cut)]
+        unit.pieces = [Piece(unit, slices) for slices in _cut(entries[key], can_cut, block)]
     return list(units.values())
 
 
-def _cut(params: Sequence[tuple[nn.Parameter, str, int]], can_cut: bool) -> list[list[Slice]]:
+def _cut(params: Sequence[Member], can_cut: bool, block: int) -> list[list[Slice]]:
     """Slices of at most :data:`CHUNK_ELEMENTS` together where that can be; small parameters share a piece."""
     cut: list[list[Slice]] = []
     shared: list[tuple[int, list[Slice]]] = []
-    for param, name, group in params:
+    for param, name, group, position in params:
         count = param.numel()
         if count > CHUNK_ELEMENTS:
-            step = CHUNK_ELEMENTS if can_cut and param.is_contiguous() else count
+            step = max(CHUNK_ELEMENTS // block, 1) * block if can_cut and param.is_contiguous() else count
             starts = range(0, count, step)
-            cut.extend([[Slice(param, name, group, start, min(start + step, count))] for start in starts])
+            cut.extend([[Slice(param, name, group, position, start, min(start + step, count))] for start in starts])
             continue
-        whole = Slice(param, name, group, 0, count)
+        whole = Slice(param, name, group, position, 0, count)
         for index, (used, slices) in enumerate(shared):
             if used + count <= CHUNK_ELEMENTS:
                 slices.append(whole)

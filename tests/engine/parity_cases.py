@@ -42,7 +42,23 @@ QUANTIZED_BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bnb-Adam8bit": ("bitsandbytes.optim.Adam8bit", {"lr": 1e-2}),
 }
 
-BASES = {**TORCH_BASES, **QUANTIZED_BASES}
+PACKED_BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"packed-{name}-{state_dtype}-{master}": (
+        f"offload.optim.{name}",
+        {"lr": 1e-2, "state_dtype": state_dtype, "master": master},
+    )
+    for name, state_dtype, master in [
+        ("AdamW", "int8", "split"),
+        ("AdamW", "bf16", "stochastic"),
+        ("AdamW", "bf16", "split"),
+        ("AdamW", "fp32", "split"),
+        ("AdamW", "fp8", "split"),
+        ("AdamW", "int8", "none"),
+        ("Adam", "int8", "stochastic"),
+    ]
+}
+
+BASES = {**TORCH_BASES, **QUANTIZED_BASES, **PACKED_BASES}
 
 
 PLACEMENTS: dict[str, Any] = {
@@ -77,7 +93,7 @@ class Case:
         placement: key of :data:`PLACEMENTS`, for strategy ``stream``.
         interlude: what the caller does between steps: ``none``, ``evaluate`` the model, read the ``state``.
         chunk: elements above which a tensor is cut; whole cache lines, as in earnest: the last bits of some 16-bit CPU
-            kernels depend on how far an element is from a range's end.
+            kernels depend on how far an element is from a range's end. Packed states are cut at whole blocks.
     """
 
     base: str = "AdamW"
@@ -129,6 +145,10 @@ class Case:
         return self.base in QUANTIZED_BASES
 
     @property
+    def is_packed(self) -> bool:
+        return self.base in PACKED_BASES
+
+    @property
     def kwargs(self) -> dict[str, Any]:
         return BASES[self.base][1]
 
@@ -162,8 +182,13 @@ class TinyLM(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         matrices_only = case.base == "Muon"
-        # torchao and bitsandbytes keep states of fewer than 4096 elements in fp32.
-        dim, hidden = (32, 128) if case.is_quantized else (case.dim, case.hidden)
+        dim, hidden = case.dim, case.hidden
+        if case.is_quantized:
+            # torchao and bitsandbytes keep states of fewer than 4096 elements in fp32.
+            dim, hidden = 32, 128
+        elif case.is_packed:
+            # Several blocks of 256 elements, and a last one that is short.
+            dim, hidden = 33, 20
         self.embedding = nn.Embedding(17, dim)
         self.layers = nn.ModuleList(Block(dim, hidden, matrices_only) for _ in range(case.depth))
         self.unused = nn.Parameter(torch.randn(3, 5))
@@ -275,7 +300,10 @@ def _plain(value: Tensor) -> list[Tensor]:
 
 
 def train_plain(case: Case) -> Outcome:
-    """The reference: the base optimizer itself, torch's own clipping, sums in the case's dtype."""
+    """The reference: the base optimizer itself, torch's own clipping, sums in the case's dtype.
+
+    A packed optimizer gets the factor of the clipping, instead of gradients that were rounded after they were scaled.
+    """
     model = build_model(case)
     with torch.compiler.set_stance("force_eager"):
         optimizer = resolve(BASES[case.base][0], key="base")(param_groups(case, model), **case.kwargs)
@@ -303,7 +331,9 @@ def train_plain(case: Case) -> Outcome:
             for holder, gradient in zip(holders, sums.values(), strict=True):
                 holder.grad = gradient
             norms.append(torch.nn.utils.get_total_norm([gradient.float() for gradient in sums.values()]))
-            if case.clip is not None:
+            if case.clip is not None and case.is_packed:
+                optimizer.gradient_scale = torch.clamp(case.clip / (norms[-1] + 1e-6), max=1.0)
+            elif case.clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(holders, case.clip, norms[-1])
             for param, gradient in sums.items():
                 param.grad = gradient.to(param.dtype)
@@ -328,6 +358,8 @@ def playing(case: Case) -> Iterator[None]:
         if case.device == "threaded":
             play_device(patch, ThreadedRuntime())
         elif case.device != "cpu":
+            # The simulator watches torch's operations, and a kernel's accesses to memory are none.
+            patch.setattr("offload.optim.cpu.load", lambda: None)
             play_device(patch, stack.enter_context(SimulatedAccelerator(order=case.device)))
         yield
 

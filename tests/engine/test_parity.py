@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import offload.engine.states
 from offload import OffloadOptimizer
 from offload.engine.engine import Engine
 from offload.engine.pipeline import Gradient
+from offload.engine.units import Slice
 from offload.errors import UserError
 from tests.engine.parity_cases import (  # type: ignore[import-not-found]
     AXES,
     BASES,
+    PACKED_BASES,
     PLACEMENTS,
     TORCH_BASES,
     Case,
@@ -256,7 +259,7 @@ def test_norm_is_that_of_all_gradients(case: Case, dtype: str) -> None:
 @st.composite
 def cases(draw: Callable[..., Any]) -> Case:
     """Any run that has a meaning."""
-    base = draw(st.sampled_from([*TORCH_BASES]))
+    base = draw(st.sampled_from([*TORCH_BASES, *PACKED_BASES]))
     strategy = draw(st.sampled_from(["stream", "host", "resident"]))
     can_place = strategy == "stream" and base != "SGD-stateless"
     in_backward = draw(st.booleans())
@@ -352,8 +355,8 @@ def stale_gradient(patch: pytest.MonkeyPatch) -> None:
         return stale
 
     @contextmanager
-    def gradients_in_place(engine: Engine) -> Iterator[None]:
-        with in_place(engine):
+    def gradients_in_place(engine: Engine, base: torch.optim.Optimizer) -> Iterator[None]:
+        with in_place(engine, base):
             for param in engine._pieces:
                 if param.grad is not None:
                     mine = param.grad.clone()
@@ -421,6 +424,66 @@ FAMILIES = [
     ]
     for in_backward, clip in [(False, 0.05), (True, None)]
 ]
+
+
+def always_first_range(patch: pytest.MonkeyPatch) -> None:
+    """A range is taken for the beginning of its parameter."""
+    original = offload.engine.states.Entry
+    patch.setattr("offload.engine.states.Entry", lambda *fields: replace(original(*fields), start=0))
+
+
+def another_parameter(patch: pytest.MonkeyPatch) -> None:
+    """A parameter's position is off by one."""
+    original = offload.engine.states.Entry
+    patch.setattr(
+        "offload.engine.states.Entry",
+        lambda group, position, *fields: original(group, position + 1, *fields),
+    )
+
+
+def blocks_shifted(patch: pytest.MonkeyPatch) -> None:
+    """A range has the scale of the block before its own."""
+    original = Slice.of
+
+    def of(part: Slice, tensor: Tensor, block: int = 1) -> Tensor:
+        first = part.start // block
+        return tensor.view(-1)[first - 1 : first] if block > 1 and part.start else original(part, tensor, block)
+
+    patch.setattr(Slice, "of", of)
+
+
+def scale_not_folded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("offload.engine.base.scaled_gradients", lambda base, scale: nullcontext())
+    patch.setattr("offload.engine.engine.scaled_gradients", lambda base, scale: nullcontext())
+
+
+PACKED_MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "start lost": ("packed-AdamW-bf16-stochastic", always_first_range),
+    "wrong position": ("packed-AdamW-bf16-split", another_parameter),
+    "blocks shifted": ("packed-AdamW-int8-split", blocks_shifted),
+    "scale not folded": ("packed-AdamW-int8-none", scale_not_folded),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["at step", "in backward"])
+@pytest.mark.parametrize("strategy", ["stream", "host", "resident"])
+@pytest.mark.parametrize("mutation", PACKED_MUTATIONS)
+def test_parity_goes_red_when_ranges_and_scales_are_mistaken(
+    mutation: str, strategy: str, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, broken = PACKED_MUTATIONS[mutation]
+    clip = None if in_backward else 0.05
+    if mutation == "scale not folded" and clip is None:
+        pytest.skip("clipping is refused")
+    if strategy == "resident" and mutation != "scale not folded" and not (mutation == "wrong position" and in_backward):
+        pytest.skip("it updates whole parameters, and at step all of them together")
+    device = "cpu" if strategy == "resident" else "threaded"
+    case = Case(base, strategy, in_backward, clip=clip, dtype="bf16", device=device, branch=(True,))
+    expected = train_plain(case)
+    assert_equal(train_offloaded(case), expected)
+    broken(monkeypatch)
+    with pytest.raises(AssertionError, match="largest difference"):
+        assert_equal(train_offloaded(case), expected)
 
 
 def mutations() -> Iterator[Any]:

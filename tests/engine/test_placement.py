@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import offload.optim
 from offload import OffloadOptimizer
 from offload.engine.placement import Placement, state_names
 from offload.errors import UserError
@@ -129,10 +130,25 @@ def test_other_strategies_refuse_rules(strategy: Any) -> None:
         ("Adafactor", {}, {"step", "row_var", "col_var"}, {"step", "variance"}),
     ],
 )
-def test_state_names_by_dimension(name: str, kwargs: dict[str, Any], matrix: set[str], vector: set[str] | None) -> None:
+def test_state_names_by_dimension_and_dtype(
+    name: str, kwargs: dict[str, Any], matrix: set[str], vector: set[str] | None
+) -> None:
     names = state_names(getattr(torch.optim, name), kwargs, model().parameters())
     assert names is not None
-    assert set(names[2]) == matrix and set(names[1]) == (matrix if vector is None else vector)
+    fp32 = torch.float32
+    assert set(names[2, fp32]) == matrix and set(names[1, fp32]) == (matrix if vector is None else vector)
+
+
+def test_state_names_of_the_packed_adamw() -> None:
+    """A remainder is kept for bf16 parameters only."""
+    params = [nn.Parameter(torch.zeros(3, 3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    names = state_names(offload.optim.AdamW, {"state_dtype": "int8", "master": "split"}, params)
+    assert names is not None
+    moments = {"step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"}
+    assert {key: set(value) for key, value in names.items()} == {
+        (2, torch.float32): moments,
+        (2, torch.bfloat16): moments | {"remainder"},
+    }
 
 
 def test_an_optimizer_that_does_not_run_here_has_no_known_names() -> None:

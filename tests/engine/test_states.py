@@ -58,7 +58,8 @@ def pair(*shape: int) -> Pair:
 def made(rules: Any = ".*", **params: nn.Parameter) -> tuple[States, torch.optim.Optimizer, Unit]:
     base = torch.optim.SGD(params.values(), lr=0.1)
     states = States(base, lambda param: param, Placement(rules), HostMemory(Device()))
-    (unit,) = build_units([(p, f"m.{name}", 0) for name, p in params.items()], named=True, can_cut=True)
+    members = [(p, f"m.{name}", 0, position) for position, (name, p) in enumerate(params.items())]
+    (unit,) = build_units(members, named=True, can_cut=True)
     return states, base, unit
 
 
@@ -141,6 +142,59 @@ def test_ranges_of_a_large_parameter_share_one_resting_state(monkeypatch: pytest
     first, second = (states.staged(p.slices[0], Layout(), torch.empty(0))["step"] for p in unit.pieces[:2])
     assert first is not second  # an update of one range does not count for another
     assert [states.layout(piece).nbytes for piece in unit.pieces] == [64, 64, 64]
+
+
+class Blockwise(torch.optim.SGD):
+    """Has a state with one element for four of the parameter."""
+
+    state_block = {"scale": 4, "other_scale": 4}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("rules", [".*", "values/.*", []], ids=str)
+def test_ranges_of_states_with_one_element_for_a_block(
+    monkeypatch: pytest.MonkeyPatch, rules: Any, order: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(units, "CHUNK_ELEMENTS", 8)
+    param = nn.Parameter(torch.zeros(2, 9))
+    base = Blockwise([param], lr=0.1)
+    states = States(base, lambda param: param, Placement(rules), HostMemory(Device()))
+    (unit,) = build_units([(param, "m.w", 0, 0)], named=True, can_cut=True, block=4)
+    assert [piece.numel for piece in unit.pieces] == [8, 8, 2]
+    for number, piece in enumerate(unit.pieces):
+        (part,) = piece.slices
+        blocks = -(-part.numel // 4)
+        now = {
+            "values": torch.full((part.numel,), float(number)),
+            "scale": torch.arange(blocks) + 10.0 * number,
+            "other_scale": torch.arange(blocks) + 100.0 * (number + 1),
+        }
+        states.rest([(part, {}, now)], Tensor.copy_)
+    state = base.state[param]
+    assert state["scale"].tolist() == [0.0, 1.0, 10.0, 11.0, 20.0]
+    assert state["other_scale"].tolist() == [100.0, 101.0, 200.0, 201.0, 300.0]
+    assert state["values"].shape == (2, 9)
+
+    buffers = []
+    for piece in unit.pieces:
+        layout = states.layout(piece)
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for host, offset in layout.runs:
+            buffer[offset : offset + host.numel()] = host
+        buffers.append(buffer)
+        (part,) = piece.slices
+        staged = states.staged(part, layout, buffer)
+        assert staged["scale"].tolist() == state["scale"][part.start // 4 :][: -(-part.numel // 4)].tolist()
+        for value in staged.values():
+            value.add_(1000.0)
+    # Down in any order: no piece brings along what is another's.
+    for index in order:
+        for host, offset in states.layout(unit.pieces[index]).runs:
+            host.copy_(buffers[index][offset : offset + host.numel()])
+    assert state["scale"].tolist() == [1000.0, 1001.0, 1010.0, 1011.0, 1020.0]
+    assert state["other_scale"].tolist() == [1100.0, 1101.0, 1200.0, 1201.0, 1300.0]
+    states.publish()
+    assert set(base.state[param]) == {"values", "scale", "other_scale"}
 
 
 class Net(nn.Module):

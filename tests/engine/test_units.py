@@ -18,7 +18,9 @@ def param(*shape: int) -> nn.Parameter:
 
 
 def built(*named: tuple[str, nn.Parameter], is_named: bool = True, can_cut: bool = True) -> list[Unit]:
-    return build_units([(p, name, 0) for name, p in named], named=is_named, can_cut=can_cut)
+    return build_units(
+        [(p, name, 0, position) for position, (name, p) in enumerate(named)], named=is_named, can_cut=can_cut
+    )
 
 
 def sizes(unit: Unit) -> list[list[tuple[str, int, int]]]:
@@ -121,7 +123,7 @@ def test_what_cannot_be_cut_stays_whole() -> None:
 
 def test_a_range_is_a_view_of_what_has_the_parameters_shape() -> None:
     (unit,) = built(("m.w", param(4, 6)))
-    part = units.Slice(unit.params[0], "m.w", 0, 5, 11)
+    part = units.Slice(unit.params[0], "m.w", 0, 0, 5, 11)
     other = torch.zeros(4, 6)
     part.of(other).fill_(1.0)
     assert other.flatten().nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10]
@@ -131,8 +133,24 @@ def test_a_range_is_a_view_of_what_has_the_parameters_shape() -> None:
     assert whole.is_whole and whole.is_last and whole.of(other) is other
 
 
+def test_ranges_begin_at_whole_blocks(small_chunks: None) -> None:
+    """With scales for 12 elements each, 16 elements at most are 12."""
+    (unit,) = build_units([(param(40), "m.w", 0, 3)], named=True, can_cut=True, block=12)
+    parts = [part for piece in unit.pieces for part in piece.slices]
+    assert [(part.position, part.start, part.stop) for part in parts] == [
+        (3, 0, 12),
+        (3, 12, 24),
+        (3, 24, 36),
+        (3, 36, 40),
+    ]
+    scales = torch.arange(4.0)
+    assert [part.of(scales, 12).tolist() for part in parts] == [[0.0], [1.0], [2.0], [3.0]]
+    (unit,) = build_units([(param(40), "m.w", 0, 0)], named=True, can_cut=True, block=100)
+    assert [sizes(unit)] == [[[("m.w", 0, 40)]]]
+
+
 def test_groups_are_kept_and_pieces_named_for_traces() -> None:
-    (unit,) = build_units([(param(2), "m.0.a", 0), (param(2), "m.0.b", 1)], named=True, can_cut=True)
+    (unit,) = build_units([(param(2), "m.0.a", 0, 0), (param(2), "m.0.b", 1, 1)], named=True, can_cut=True)
     assert [part.group for part in unit.pieces[0].slices] == [0, 1]
     assert unit.pieces[0].name == "m.0: m.0.a"
 

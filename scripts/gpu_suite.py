@@ -235,9 +235,16 @@ def cases() -> list[Case]:
     stream: dict[str, Any] = {"strategy": "stream"}
     host: dict[str, Any] = {"strategy": "host"}
     bnb, ao = "bitsandbytes.optim", "torchao.optim"
+    packed = "offload.optim.AdamW"
+    light: dict[str, Any] = {"master": "stochastic"}
     return [
         Case("none", drop_gradients),
         Case("adamw", named("torch.optim.AdamW", fused=True)),
+        Case("packed-stream-in-backward+model", ours(packed, waits=True, **stream, **backward)),
+        Case("packed", named(packed)),
+        Case("packed-host-in-backward+model", ours(packed, waits=True, **host, **backward)),
+        Case("packed-stream-offload-gradients+model", ours(packed, waits=True, **stream, **gradients)),
+        Case("packed-light-stream-in-backward+model", ours(packed, waits=True, **stream, **backward, **light)),
         Case("stream-in-backward+model", ours(waits=True, **stream, **backward)),
         Case("host+model", ours(waits=True, **host)),
         Case("host-in-backward-offload-gradients+model", ours(waits=True, **host, **backward, **gradients)),
@@ -737,7 +744,8 @@ def git_commit() -> str | None:
 
 def sanitize(record: Record, seconds: float | None) -> bool:
     """The accelerator tests under torch's CUDA sanitizer; True if they passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/engine/test_on_accelerator.py"]
+    tests = ("tests/engine/test_on_accelerator.py", "tests/optim/test_triton_kernel.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests]
     started = time.perf_counter()
     env = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
     try:

@@ -59,7 +59,7 @@ def test_every_case_trains_the_same_model(suite: ModuleType, threaded: Any, monk
             assert result["status"] == "ok", (case.name, result)
             assert len(result["intervals"]) == 3 and result["tokens_per_second"] > 0
             losses[case.name] = result["last_loss"]
-            if case.name.startswith(("stream", "host")):
+            if "stream" in case.name or "host" in case.name:
                 assert min(result["link_bytes"].values()) > 0 and result["memory_report"]
             else:
                 assert result["link_bytes"] == {"down": 0, "up": 0}
@@ -67,7 +67,7 @@ def test_every_case_trains_the_same_model(suite: ModuleType, threaded: Any, monk
     for name, loss in losses.items():
         if name.startswith("none"):
             continue
-        if "8bit" in name:
+        if "8bit" in name or name.startswith("packed"):
             assert loss == pytest.approx(losses["adamw"], abs=0.1), name
         else:
             assert name.startswith(EXACT) and loss == losses["adamw"], name
@@ -78,10 +78,20 @@ def test_link_bytes_are_those_of_the_table_in_the_design(suite: ModuleType, thre
     by_name = {case.name: case for case in suite.cases()}
     with torch.device("meta"):
         count = sum(p.numel() for p in suite.Llama(suite.SHAPES["tiny"]).parameters())
-    expected = {"stream": 4, "host": 2, "host-offload-gradients": 2, "stream-offload-gradients+model": 6}
+    packed = 4 + 8 / 256
+    expected = {
+        "stream": 4.0,
+        "host": 2.0,
+        "host-offload-gradients": 2.0,
+        "stream-offload-gradients+model": 6.0,
+        "packed-stream-in-backward+model": packed,
+        "packed-stream-offload-gradients+model": packed + 2,
+    }
     for name, per_parameter in expected.items():
         (result,) = results_of(suite, by_name[name], [16], steps=1)
-        assert result["link_bytes"] == {"down": per_parameter * count, "up": per_parameter * count}, name
+        # Scales are rounded up to whole ones for each tensor.
+        exact = pytest.approx(per_parameter * count, rel=0.01 if "packed" in name else 0.0)
+        assert result["link_bytes"] == {"down": exact, "up": exact}, name
 
 
 def test_llama_2_7b_has_its_number_of_parameters(suite: ModuleType) -> None:

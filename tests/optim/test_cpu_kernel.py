@@ -278,6 +278,16 @@ def test_a_number_that_is_none_spoils_its_own_element_alone(kind):
 
 
 @needs_kernel
+@pytest.mark.parametrize("param", PARAM_KINDS)
+def test_the_nan_of_a_gpu_stays_one(param):
+    """All its bits are set, so that adding to them makes zero of it."""
+    item = make(Kind(param, "fp32", False), 300)
+    item.exp_avg.view(torch.int32)[:100] = 0x7FFFFFFF
+    cpu.update([item])
+    assert item.param[:100].isnan().all() and item.param[100:].isfinite().all()
+
+
+@needs_kernel
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_caller_that_flushes_subnormals_gets_the_same_bits(threads):
     kinds = [Kind("fp32", "fp32", False), Kind("nearest", "bf16", False), Kind("split", "fp8", True)]

@@ -290,6 +290,10 @@ INLINE void update_block(enum param param, enum state state, int coupled, const 
             odd = update_exactly(n, coupled, p.odd, g.odd, m.odd, v.odd);
             store_fp32(b->m, j, even.m, odd.m);
             store_fp32(b->v, j, even.v, odd.v);
+            if (param != PARAM_FP32) { /* a GPU's NaN has all bits set: rounding would carry into its sign */
+                even.p = even.p == even.p ? even.p : as_float(0x7fc00000);
+                odd.p = odd.p == odd.p ? odd.p : as_float(0x7fc00000);
+            }
         } else {
             const pair_t m = load_bf16(b->m, j), v = load_bf16(b->v, j);
             even = update_briefly(n, coupled, p.even, g.even, m.even, v.even);

@@ -69,10 +69,6 @@ class Layout:
     staged: list[_Staged] = field(default_factory=list)
 
 
-_NO_LAYOUT = Layout()
-_NO_BUFFER = torch.empty(0, dtype=torch.uint8)
-
-
 class States:
     """The base optimizer's states, by slices.
 
@@ -208,11 +204,12 @@ class States:
         whole = torch.Size(shape)
         return torch.Size([-(-whole.numel() // self._blocks[key])]) if key in self._blocks else whole
 
-    def staged(self, part: Slice, layout: Layout, buffer: Tensor) -> dict[str, Any]:
+    def staged(self, part: Slice, layout: Layout | None, buffer: Tensor | None) -> dict[str, Any]:
         """The state of one slice for the base optimizer, with what rests on the host in ``buffer``."""
         state = self._in_place(part)
-        for entry in layout.staged:
+        for entry in () if layout is None else layout.staged:
             if entry.slice is part:
+                assert buffer is not None
                 pairs = zip(entry.parts, entry.offsets, strict=True)
                 views = [carve(buffer[offset:], [component])[0] for component, offset in pairs]
                 state[entry.key] = rebuild(self._range(part, entry.key, entry.resting), iter(views))
@@ -247,8 +244,8 @@ class States:
         self,
         tensors: Mapping[Slice, tuple[Tensor, Tensor]],
         step: Callable[[Sequence[Entry]], None],
-        layout: Layout = _NO_LAYOUT,
-        buffer: Tensor = _NO_BUFFER,
+        layout: Layout | None = None,
+        buffer: Tensor | None = None,
         *,
         move: Move = torch.Tensor.copy_,
     ) -> None:
@@ -258,7 +255,7 @@ class States:
             tensors: values, which change in place, and gradient of each slice.
             step: runs the base optimizer.
             layout: of the piece that the slices are of, where its states were brought into ``buffer``; they change
-                there.
+                there. None where no state rests elsewhere than where the update runs.
             buffer: uint8, of ``layout.nbytes``.
             move: brings a created tensor to where it rests.
         """

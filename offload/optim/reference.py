@@ -123,8 +123,10 @@ def _store_param(item: Item, p: Tensor) -> None:
         item.remainder.copy_(remainder)
     elif item.kind.param == "stochastic":
         item.param.copy_(round_stochastically(p, _bits(item, item.key_param)))
+    elif item.kind.param == "nearest":
+        item.param.copy_(round_half_away(p))
     else:
-        item.param.copy_(p)  # fp32, or to bf16: to nearest, ties to even
+        item.param.copy_(p)
 
 
 def _bits(item: Item, key: int) -> Tensor:

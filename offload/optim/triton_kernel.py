@@ -328,13 +328,11 @@ def _update_tile(
 
     if PARAM == "fp32":
         tl.store(p_at, p, mask)
-    elif PARAM == "nearest":
-        bits = _bits(p)
-        tl.store(p_at, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16), mask)
     elif PARAM == "stochastic":
         tl.store(p_at, _round_stochastically(p, pair, tl.load(row + 9), columns), mask)
     else:
         tl.store(p_at, _round_half_away(p), mask)
+    if PARAM == "split":
         tl.store(remainder_at, _bits(p).to(tl.int16), mask)
 
     if STATE == "fp32":

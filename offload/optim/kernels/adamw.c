@@ -98,12 +98,6 @@ INLINE void store_half_away(void *to, int j, float even, float odd)
     store_upper(to, j, even, odd, 0x8000, 0x8000);
 }
 
-/* To nearest; ties to even. */
-INLINE void store_half_even(void *to, int j, float even, float odd)
-{
-    store_upper(to, j, even, odd, 0x7fff + (as_bits(even) >> 16 & 1), 0x7fff + (as_bits(odd) >> 16 & 1));
-}
-
 INLINE void store_stochastic(void *to, int j, float even, float odd, uint32_t pair, uint32_t key)
 {
     uint32_t random = lowbias32((pair + (uint32_t)j) ^ key);
@@ -129,7 +123,7 @@ INLINE void store_param(enum param kind, const block_t *b, int j, float even, fl
     if (kind == PARAM_FP32)
         store_fp32(b->p, j, even, odd);
     else if (kind == PARAM_NEAREST)
-        store_half_even(b->p, j, even, odd);
+        store_half_away(b->p, j, even, odd);
     else if (kind == PARAM_STOCHASTIC)
         store_stochastic(b->p, j, even, odd, b->pair, b->key_p);
     else {
@@ -183,13 +177,14 @@ INLINE scales_t encoding_scales(enum state state, const block_t *b)
     return (scales_t){inverse(*b->m_scale) * ratio, inverse(*b->v_scale) * E3M5_RANGE};
 }
 
-INLINE float decode_ratio(enum state state, uint32_t code, float scale)
+/* `code`: sign-extended. */
+INLINE float decode_ratio(enum state state, int32_t code, float scale)
 {
     if (state == STATE_INT8)
-        return (float)((int32_t)(code ^ 128) - 128) * scale;
+        return (float)code * scale;
     const uint32_t magnitude = code & 127;
     const uint32_t bits = magnitude ? (magnitude + E4M3_BIAS) << 20 : 0;
-    return as_float(bits | (code & 128) << 24) * scale;
+    return as_float(bits | ((uint32_t)code & 128) << 24) * scale;
 }
 
 INLINE uint32_t encode_ratio(enum state state, float x)
@@ -278,29 +273,49 @@ INLINE coded_t update_coded(const numbers_t *n, int coupled, float p, float g, f
 
 /* ---- Blocks ---- */
 
-INLINE void update_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b)
+/* fp32 moments: one element at a time, because their pairs would have to be taken apart and put together. */
+INLINE void update_fp32(enum param param, int coupled, const numbers_t *n, const block_t *b, int numel)
+{
+    f32_t *m = (f32_t *)b->m, *v = (f32_t *)b->v, *p32 = (f32_t *)b->p;
+    const f32_t *g32 = (const f32_t *)b->g;
+    u16_t *p16 = (u16_t *)b->p, *lower = (u16_t *)b->remainder;
+    const u16_t *g16 = (const u16_t *)b->g;
+#pragma omp simd
+    for (int j = 0; j < numel; j++) {
+        const float g = param == PARAM_FP32 ? g32[j] : as_float((uint32_t)g16[j] << 16);
+        float p = param == PARAM_FP32 ? p32[j] : as_float((uint32_t)p16[j] << 16);
+        if (param == PARAM_SPLIT)
+            p = as_float(((uint32_t)p16[j] << 16) + ((uint32_t)lower[j] ^ 0x8000) - 0x8000);
+        const element_t new = update_exactly(n, coupled, p, g, m[j], v[j]);
+        m[j] = new.m;
+        v[j] = new.v;
+        if (param == PARAM_FP32) {
+            p32[j] = new.p;
+            continue;
+        }
+        /* A GPU's NaN has all bits set: rounding would carry into its sign. */
+        const uint32_t bits = new.p == new.p ? as_bits(new.p) : 0x7fc00000;
+        if (param == PARAM_STOCHASTIC) {
+            const uint32_t random = lowbias32((b->pair + (uint32_t)j / 2) ^ b->key_p);
+            p16[j] = (uint16_t)((bits + (random >> (j % 2 * 16) & 0xffff)) >> 16);
+        } else
+            p16[j] = (uint16_t)((bits + 0x8000) >> 16);
+        if (param == PARAM_SPLIT)
+            lower[j] = (uint16_t)bits;
+    }
+}
+
+/* bf16 moments: every array of a bf16 parameter is made of pairs. */
+INLINE void update_bf16(enum param param, int coupled, const numbers_t *n, const block_t *b, int pairs)
 {
 #pragma omp simd
-    for (int j = 0; j < PAIRS; j++) {
+    for (int j = 0; j < pairs; j++) {
         const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
-        element_t even, odd;
-        if (state == STATE_FP32) {
-            const pair_t m = load_fp32(b->m, j), v = load_fp32(b->v, j);
-            even = update_exactly(n, coupled, p.even, g.even, m.even, v.even);
-            odd = update_exactly(n, coupled, p.odd, g.odd, m.odd, v.odd);
-            store_fp32(b->m, j, even.m, odd.m);
-            store_fp32(b->v, j, even.v, odd.v);
-            if (param != PARAM_FP32) { /* a GPU's NaN has all bits set: rounding would carry into its sign */
-                even.p = even.p == even.p ? even.p : as_float(0x7fc00000);
-                odd.p = odd.p == odd.p ? odd.p : as_float(0x7fc00000);
-            }
-        } else {
-            const pair_t m = load_bf16(b->m, j), v = load_bf16(b->v, j);
-            even = update_briefly(n, coupled, p.even, g.even, m.even, v.even);
-            odd = update_briefly(n, coupled, p.odd, g.odd, m.odd, v.odd);
-            store_half_away(b->m, j, even.m, odd.m);
-            store_stochastic(b->v, j, even.v, odd.v, b->pair, b->key_v);
-        }
+        const pair_t m = load_bf16(b->m, j), v = load_bf16(b->v, j);
+        const element_t even = update_briefly(n, coupled, p.even, g.even, m.even, v.even);
+        const element_t odd = update_briefly(n, coupled, p.odd, g.odd, m.odd, v.odd);
+        store_half_away(b->m, j, even.m, odd.m);
+        store_stochastic(b->v, j, even.v, odd.v, b->pair, b->key_v);
         store_param(param, b, j, even.p, odd.p);
     }
 }
@@ -329,8 +344,9 @@ INLINE void update_coded_block(enum param param, enum state state, int coupled, 
     uint32_t ratio_rank = rank_of(0), root_rank = rank_of(0);
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
-        const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
-        ratio_even[j] = decode_ratio(state, m & 255, old.ratio);
+        const int32_t m = (int16_t)((const u16_t *)b->m)[j];
+        const uint32_t v = ((const u16_t *)b->v)[j];
+        ratio_even[j] = decode_ratio(state, (int8_t)m, old.ratio);
         ratio_odd[j] = decode_ratio(state, m >> 8, old.ratio);
         root_even[j] = decode_root(v & 255, old.root);
         root_odd[j] = decode_root(v >> 8, old.root);
@@ -381,19 +397,22 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
 {
     const numbers_t numbers = *n;
     block_t b = *first;
+    if (state == STATE_FP32) {
+        update_fp32(param, coupled, &numbers, &b, (int)blocks * BLOCK);
+        return;
+    }
+    if (state == STATE_BF16) {
+        update_bf16(param, coupled, &numbers, &b, (int)blocks * PAIRS);
+        return;
+    }
     for (int64_t i = 0; i < blocks; i++) {
-        if (state == STATE_FP32 || state == STATE_BF16)
-            update_block(param, state, coupled, &numbers, &b);
-        else
-            update_coded_block(param, state, coupled, &numbers, &b);
+        update_coded_block(param, state, coupled, &numbers, &b);
         b.p += BLOCK * param_bytes(param);
         b.g += BLOCK * param_bytes(param);
         b.m += BLOCK * state_bytes(state);
         b.v += BLOCK * state_bytes(state);
-        if (state == STATE_INT8 || state == STATE_FP8) {
-            b.m_scale++;
-            b.v_scale++;
-        }
+        b.m_scale++;
+        b.v_scale++;
         if (param == PARAM_SPLIT)
             b.remainder += BLOCK * 2;
         b.pair += PAIRS;

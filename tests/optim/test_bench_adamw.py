@@ -1,0 +1,163 @@
+"""scripts/bench_adamw.py at a tiny size: what it measures, and what it says about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import hatch_build
+from offload.optim.formats import MASTERS, STATE_DTYPES
+
+ROOT = Path(__file__).parents[2]
+
+PARAM_BYTES = {"fp32": 3 * 4, "none": 3 * 2, "stochastic": 3 * 2, "split": 3 * 2 + 2 * 2}
+"""The parameter and the remainder are read and written, the gradient is read."""
+
+STATE_BYTES = {"fp32": 16.0, "bf16": 8.0, "int8": 4 + 16 / 256, "fp8": 4 + 16 / 256}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_adamw", ROOT / "scripts" / "bench_adamw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_adamw"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what the script sets is taken back
+
+
+@pytest.fixture
+def has_compiler() -> None:
+    try:
+        hatch_build.compiler()
+    except hatch_build.NoCompiler as error:
+        pytest.skip(str(error))
+
+
+def run(bench: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
+    output = folder / "results" / "adamw.json"
+    threads = ["--threads", str(torch.get_num_threads())]
+    size = ["--device", "cpu", "--params", "10000", "--rounds", "2", "--steps", "2"]
+    assert bench.main([*size, *threads, "--output", str(output), *arguments]) == 0
+    assert output.with_suffix(".png").stat().st_size > 1000
+    return json.loads(output.read_text())
+
+
+def test_every_format_is_measured_beside_its_probe_and_torch(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = run(bench, tmp_path, "--only", "offload (fp32|bf16).*|torch (fused|cast.fused.cast|foreach)[^0-9]* .*")
+    rows = {row["name"]: row for row in record["contenders"]}
+    ours = {(row["parameter"], row["master"], row["moments"]) for row in rows.values() if row["optimizer"] == "offload"}
+    bf16 = {("bf16", master, state_dtype) for master in MASTERS for state_dtype in STATE_DTYPES}
+    assert ours == bf16 | {("fp32", "fp32", state_dtype) for state_dtype in STATE_DTYPES}
+    assert record["params"] == 4096 + 2 * 4096 and record["failures"] == {}
+    assert all(row["samples"] == 4 for row in rows.values())
+    for _, master, state_dtype in ours:
+        row = rows[f"offload {'fp32' if master == 'fp32' else 'bf16'} {master} {state_dtype}"]
+        assert row["bytes_per_param"] == PARAM_BYTES[master] + STATE_BYTES[state_dtype]
+        probe, own = row["probe"]["seconds"]["median"], row["seconds"]["median"]
+        assert row["of_probe"] == pytest.approx(probe / own)
+        assert row["mparam_per_second"] == pytest.approx(record["params"] / own / 1e6)
+    claims = {claim["claim"]: claim for claim in record["claims"]}
+    faster = claims["offload bf16 none bf16: times torch fused bf16 none bf16"]
+    ratio = (
+        rows["torch fused bf16 none bf16"]["seconds"]["median"] / rows["offload bf16 none bf16"]["seconds"]["median"]
+    )
+    assert faster["measured"] == pytest.approx(ratio) and faster["holds"] == (ratio >= 2)
+    assert claims["offload bf16 split int8: times torchao's int8"]["holds"] is None
+    said = capsys.readouterr().out
+    assert "| offload | bf16 | split | int8 | 14.06 |" in said and "not measured" in said
+
+
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 70000])
+def test_the_probe_reaches_every_byte_and_puts_it_back(bench: ModuleType, has_compiler: None, numel: int) -> None:
+    blocks = -(-numel // 256)
+    arrays = [
+        (torch.randn(numel).bfloat16(), True),
+        (torch.randn(numel), False),
+        (torch.randint(-128, 128, (numel,), dtype=torch.int8), True),
+        (torch.randn(blocks), True),
+    ]
+    before = [values.view(torch.uint8).clone() for values, _ in arrays]
+    probes = bench.Probes(torch.device("cpu"))
+    assert probes.how == "compiled"
+    function, added = probes._function, []
+
+    def watch(*arguments: int) -> None:
+        function(*arguments)
+        added.append([values.view(torch.uint8).clone() for values, _ in arrays])
+
+    probes._function = watch
+    call, passes = probes.of([arrays])
+    call()
+    assert passes == 2 and len(added) == 2
+    for old, new, (_, is_written) in zip(before, added[0], arrays, strict=True):
+        assert torch.equal(new, old + 1 if is_written else old)
+    for old, (values, _) in zip(before, arrays, strict=True):
+        assert torch.equal(values.view(torch.uint8), old)
+
+
+def test_without_a_compiler_the_probe_is_torch_and_says_so(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    record = run(bench, tmp_path, "--only", "offload bf16 split .*")
+    assert "no-such-compiler" in record["probe"]
+    assert all(row["of_probe"] > 0 for row in record["contenders"]) and len(record["contenders"]) == 4
+    # It reads and writes the two that are written, and that twice; a pass reads the third too.
+    arrays = [(torch.zeros(512, dtype=torch.bfloat16), written) for written in (True, False, True)]
+    _, passes = bench.Probes(torch.device("cpu")).of([arrays])
+    assert passes == pytest.approx(2 * (2 * 2 * 2) / (2 * 2 * 2 + 2))
+
+
+def test_a_peer_that_does_not_run_is_reported(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everyone = bench.contenders
+
+    def with_a_stranger(memory: Any) -> Any:
+        yield bench.peer(("stranger", "bf16", "none", "bf16"), memory.params[torch.bfloat16], "no_such_package.AdamW")
+        yield from everyone(memory)
+
+    monkeypatch.setattr(bench, "contenders", with_a_stranger)
+    record = run(bench, tmp_path, "--only", "stranger .*|offload bf16 none bf16")
+    assert "no_such_package" in record["failures"]["stranger bf16 none bf16"]
+    assert [row["name"] for row in record["contenders"]] == ["offload bf16 none bf16"]
+    assert "stranger bf16 none bf16: did not run" in capsys.readouterr().out
+
+
+def test_small_cases(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MANY", (5, 1024))
+    monkeypatch.setattr(bench, "SMALL_CALLS", 3)
+    record = run(bench, tmp_path, "--only", ".*(tensors|small).*")
+    assert len(record["contenders"]) == 7 and record["failures"] == {}
+    measured = {claim["claim"] for claim in record["claims"] if claim["measured"] is not None}
+    assert measured == {
+        "offload, 5 tensors fp32 fp32 fp32: times one torch optimizer each",
+        "offload, 5 tensors bf16 none bf16: times one torch optimizer each",
+        "one small tensor: microseconds of a call",
+    }
+
+
+def test_claims_hold_from_their_bound_on(bench: ModuleType) -> None:
+    assert [bench.at_least(2.0, "", value)["holds"] for value in (1.99, 2.0, None)] == [False, True, None]
+    assert [bench.at_most(10.0, "", value)["holds"] for value in (10.0, 10.1, None)] == [True, False, None]
+
+
+def test_shapes_are_the_llamas_until_there_are_enough_elements(bench: ModuleType) -> None:
+    assert list(bench.shapes_of(202_383_360)) == bench.LAYER
+    assert list(bench.shapes_of(202_383_361))[-1] == (1,)
+    assert list(bench.shapes_of(5000)) == [(4096,), (1, 4096)]

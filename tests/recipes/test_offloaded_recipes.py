@@ -23,6 +23,8 @@ WAYS = {
     "host in backward with gradients": (*HOST, *IN_BACKWARD, *GRADIENTS),
 }
 
+PACKED = ("optimizer.optimizer_class=offload.optim.AdamW", "dtype=bf16")
+
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
@@ -55,15 +57,31 @@ def test_equals_plain_adamw_bit_for_bit(
     assert norms == pytest.approx([row["grad_norm"] for row in plain.rows], rel=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", [(), PACKED], ids=["torch's AdamW", "packed AdamW"])
 @pytest.mark.parametrize("way", ["stream in backward", "host in backward"])
-def test_resumes_bit_for_bit(workspace: Any, tmp_path: Path, threaded: Any, common: tuple[str, ...], way: str) -> None:
-    """From a checkpoint that was saved while updates were under way."""
-    whole = workspace.run(tmp_path / "whole", *common, *WAYS[way])
+def test_resumes_bit_for_bit(
+    workspace: Any, tmp_path: Path, threaded: Any, common: tuple[str, ...], way: str, optimizer: tuple[str, ...]
+) -> None:
+    """From a checkpoint that was saved while updates were under way; what bf16 weights lack of fp32 included."""
+    common = (*common, *WAYS[way], *optimizer)
+    whole = workspace.run(tmp_path / "whole", *common)
     assert whole.status == 0, whole.err
     shutil.copytree(tmp_path / "whole" / "step_10", tmp_path / "resumed" / "step_10")
-    resumed = workspace.run(tmp_path / "resumed", *common, *WAYS[way], "resume_from_checkpoint=True")
+    resumed = workspace.run(tmp_path / "resumed", *common, "resume_from_checkpoint=True")
     assert resumed.status == 0, resumed.err
     assert_same(resumed.weights(20), whole.weights(20))
+
+
+def test_a_packed_run_resumes_in_another_format(workspace: Any, tmp_path: Path) -> None:
+    """int8 and split in backward, then bf16 and no master, then the first again."""
+    common = (*PACKED, "clip_grad_norm=null", "save_every_n_steps=5", "optimizer.strategy=stream")
+    formats = [(), ("optimizer.state_dtype=bf16", "optimizer.master=none"), ()]
+    for steps, chosen in zip((5, 10, 15), formats, strict=True):
+        resume = f"resume_from_checkpoint={steps > 5}"
+        result = workspace.run(tmp_path / "run", *common, *chosen, resume, f"max_steps_per_epoch={steps}")
+        assert result.status == 0, result.err
+    losses = [row["loss"] for row in result.rows]
+    assert len(losses) == 15 and losses[-1] < losses[0]
 
 
 def test_clipping_is_refused_before_the_first_step(workspace: Any, tmp_path: Path) -> None:

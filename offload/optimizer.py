@@ -29,6 +29,7 @@ from offload.engine.states import States, components, state_blocks
 from offload.engine.stream import StreamPipeline
 from offload.engine.units import Unit, build_units, clean_name
 from offload.errors import UserError
+from offload.optim import unpacked
 
 log = logging.getLogger(__name__)
 
@@ -354,6 +355,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         return state_dict
 
+    @property
+    def owns_loaded_states(self) -> bool:
+        """Whether the base optimizer converts what it loads to a format of its own."""
+        return bool(getattr(self.base_optimizer, "owns_loaded_states", False))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of the base optimizer, of this class, or of another strategy of it.
 
@@ -367,10 +373,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if not self.owns_loaded_states:
+            state_dict = unpacked(state_dict, _tensors(self.param_groups))
         self._check_shapes(state_dict)
         self.synchronize()
         previous = self.base_optimizer.state
-        if getattr(self.base_optimizer, "owns_loaded_states", False):
+        if self.owns_loaded_states:
             states_on = {} if self._placement is None else {"states_on": torch.device("cpu")}
             self.base_optimizer.load_state_dict(state_dict, **states_on)
         else:

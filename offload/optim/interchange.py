@@ -37,18 +37,40 @@ def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         A ``state_dict`` with fp32 moments, and under ``master`` the fp32 weights, on the states' device, for
         parameters that keep a remainder; other parameters are their own master.
     """
-    state_dict = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    return _unpacked(optimizer.state_dict(), params)
+
+
+def unpacked(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """A state for ``torch.optim.AdamW``: the given one, or if it is packed, with moments of the parameters' dtypes.
+
+    What optimizers that know no packed states have to load, or they would take codes for moments. Masters are left
+    out: nothing would keep them up to date.
+
+    Args:
+        state_dict: of any optimizer.
+        params: what it is to be loaded for, in the order of the groups.
+    """
+    if not any("state_dtype" in group for group in state_dict["param_groups"]):
+        return state_dict
+    plain = _unpacked(state_dict, None)
+    ids = [index for group in plain["param_groups"] for index in group["params"]]
+    for index, param in zip(ids, params, strict=True):
+        if (state := plain["state"].get(index)) is not None:
+            state.update({key: state[key].to(param.dtype) for key in ("exp_avg", "exp_avg_sq")})
+    return plain
+
+
+def _unpacked(state_dict: Mapping[str, Any], params: Sequence[Tensor] | None) -> dict[str, Any]:
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    param_of = dict(zip(ids, params, strict=True))
+    param_of = {} if params is None else dict(zip(ids, params, strict=True))
     states = {}
     groups = []
     for group in state_dict["param_groups"]:
-        plain_group = {key: value for key, value in group.items() if key not in ("state_dtype", "master", "seed")}
-        groups.append(plain_group)
+        groups.append({key: value for key, value in group.items() if key not in ("state_dtype", "master", "seed")})
         for index in group["params"]:
             if index in state_dict["state"]:
-                states[index] = _plain(state_dict["state"][index], group, param_of[index])
+                states[index] = _plain(state_dict["state"][index], group, param_of.get(index))
     return {"state": states, "param_groups": groups}
 
 
@@ -113,10 +135,10 @@ def loaded(
     return state, groups
 
 
-def _plain(state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
+def _plain(state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor | None) -> dict[str, Tensor]:
     m, v = _moments(state, group)
     plain = {"step": state["step"].clone(), "exp_avg": m, "exp_avg_sq": v}
-    if "remainder" in state:
+    if "remainder" in state and param is not None:
         plain[MASTER] = join_master(param.detach().to(state["remainder"].device), state["remainder"])
     return plain
 

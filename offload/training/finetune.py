@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.optim import unpacked
 from offload.training import torchao_shim
 from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtune
 from offload.training.config import instantiate
@@ -178,7 +179,10 @@ class FinetuneRecipe:
         self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
         if resumed:
             state = resumed.recipe_state
-            self.optimizer.load_state_dict(state["optimizer"])
+            saved = state["optimizer"]
+            if not getattr(self.optimizer, "owns_loaded_states", False):
+                saved = unpacked(saved, [p for group in self.optimizer.param_groups for p in group["params"]])
+            self.optimizer.load_state_dict(saved)
             if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 

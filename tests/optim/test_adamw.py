@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offload.optim
+from offload import OffloadOptimizer
 from offload.optim import formats
 
 FORMATS = [(state, master) for state in formats.STATE_DTYPES for master in formats.MASTERS]
@@ -464,6 +465,24 @@ def test_states_load_into_every_other_format(state: str, master: str) -> None:
         if master == other_master == "split":
             assert torch.equal(now["master"], expected["master"])
         train(target, [copy], steps)
+
+
+@pytest.mark.parametrize("state", formats.STATE_DTYPES)
+def test_optimizers_that_know_no_packed_state_get_moments(state: str) -> None:
+    param, copy = weights(1000), weights(1000)
+    source = offload.optim.AdamW([param], state_dtype=state)
+    train(source, [param], gradients(3, 1000))
+    expected = offload.optim.to_plain(source)["state"][0]
+    for target in (torch.optim.AdamW([copy]), OffloadOptimizer([copy], "torch.optim.AdamW", strategy="host")):
+        saved = source.state_dict()
+        if not isinstance(target, OffloadOptimizer):  # which does it itself
+            saved = offload.optim.unpacked(saved, [copy])
+        target.load_state_dict(saved)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(target.state[copy][key], expected[key].bfloat16())
+        train(target, [copy], gradients(1, 1000))
+    plain = target.state_dict()
+    assert offload.optim.unpacked(plain, [copy]) is plain
 
 
 def test_masters_that_do_not_belong_to_the_parameters_are_refused() -> None:

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+import offload.optim
 
 ROOT = Path(__file__).parents[2]
 STEPS = 300
@@ -98,22 +103,29 @@ def test_a_learning_rate_below_what_bf16_resolves(study: ModuleType) -> None:
             assert value == pytest.approx(1, abs=0.06 if name.startswith("stochastic") else 0.01), name
 
 
-def test_second_moments_in_bf16_follow_a_fall(study: ModuleType) -> None:
-    """1500 steps after gradients fell to a tenth, the root of the second moment is what it is in float64.
+def test_second_moments_follow_gradients_that_fall(study: ModuleType) -> None:
+    """1500 steps after every second gradient fell to a tenth, roots of second moments are those of float64.
 
     Rounded to nearest, as torch rounds it, a second moment in bf16 does not fall: it loses 1/1000 of itself in a step,
-    which is less than half of the distance to its neighbour.
+    which is less than half of the distance to its neighbour. In 8 bits neither, but for what its whole block loses.
     """
-    lr, steps = study.SCENARIOS["fall"].lr, 3000
-    exact = study.Float64(lr)
-    ours, stalled = (study.Run(study.contenders()[name], lr) for name in ("split + bf16", "torch bf16"))
-    for gradient in study.gradients("fall", steps):
-        for run in (exact, ours, stalled):
+    lr, steps = study.SCENARIOS["spectrum"].lr, 3000
+    ours = {name: study.Run(study.contenders()[name], lr) for name in ("split + bf16", "split + int8", "split + fp8")}
+    exact, stalled = study.Float64(lr), study.Run(study.contenders()["torch bf16"], lr)
+    falls = torch.arange(study.ELEMENTS) % 2 == 0
+    for step, gradient in enumerate(study.gradients("spectrum", steps)):
+        if step >= steps // 2:
+            gradient = torch.where(falls, gradient * 0.1, gradient)
+        for run in (exact, stalled, *ours.values()):
             run.step(gradient)
-    too_large = {}
-    for run in (ours, stalled):
-        v = run.optimizer.state[run.param]["exp_avg_sq"].double()
-        too_large[run] = (v / exact.v).sqrt()
-    assert too_large[ours].mean().item() == pytest.approx(1, abs=0.005)
-    assert (too_large[ours] - 1).abs().max() < 0.2
-    assert too_large[stalled].median() > 1.5
+
+    def too_large(run: Any) -> Tensor:
+        state = run.optimizer.state_dict() if run is stalled else offload.optim.to_plain(run.optimizer)
+        return (state["state"][0]["exp_avg_sq"].double() / exact.v).sqrt()[falls]
+
+    print(
+        {n: (too_large(r).mean().item(), too_large(r).std().item()) for n, r in ours.items()}, too_large(stalled).mean()
+    )
+    for name, run in ours.items():
+        assert too_large(run).mean().item() == pytest.approx(1, abs=0.02), name
+    assert too_large(stalled).mean() > 1.5

@@ -72,16 +72,29 @@ def test_resumes_bit_for_bit(
     assert_same(resumed.weights(20), whole.weights(20))
 
 
-def test_a_packed_run_resumes_in_another_format(workspace: Any, tmp_path: Path) -> None:
-    """int8 and split in backward, then bf16 and no master, then the first again."""
-    common = (*PACKED, "clip_grad_norm=null", "save_every_n_steps=5", "optimizer.strategy=stream")
-    formats = [(), ("optimizer.state_dtype=bf16", "optimizer.master=none"), ()]
-    for steps, chosen in zip((5, 10, 15), formats, strict=True):
-        resume = f"resume_from_checkpoint={steps > 5}"
-        result = workspace.run(tmp_path / "run", *common, *chosen, resume, f"max_steps_per_epoch={steps}")
+def test_a_packed_run_resumes_in_another_format_and_under_torchs_adamw(workspace: Any, tmp_path: Path) -> None:
+    """int8 and split in backward, bf16 and no master, torch's AdamW offloaded and plain, and the first again."""
+    common = ("dtype=bf16", "clip_grad_norm=null", "save_every_n_steps=4")
+    packed = (*PACKED, "optimizer.strategy=stream")
+    ways = [
+        packed,
+        (*packed, "optimizer.state_dtype=bf16", "optimizer.master=none"),
+        (),
+        packed,
+        ("optimizer=torch.optim.AdamW",),
+    ]
+    for done, chosen in enumerate(ways):
+        resume = f"resume_from_checkpoint={done > 0}"
+        result = workspace.run(tmp_path / "run", *common, *chosen, resume, f"max_steps_per_epoch={4 * done + 4}")
         assert result.status == 0, result.err
+        path = tmp_path / "run" / f"step_{4 * done + 4}" / "recipe_state.pt"
+        saved = torch.load(path, weights_only=True)["recipe_state"]["optimizer"]["state"][0]
+        if chosen[:1] != PACKED[:1]:
+            # Moments, not their codes.
+            assert saved["exp_avg"].dtype == torch.bfloat16 and "exp_avg_scale" not in saved
+            assert saved["exp_avg"].abs().max() < 1 and 0 <= saved["exp_avg_sq"].min() < 1
     losses = [row["loss"] for row in result.rows]
-    assert len(losses) == 15 and losses[-1] < losses[0]
+    assert len(losses) == 20 and losses[-1] < losses[0]
 
 
 def test_clipping_is_refused_before_the_first_step(workspace: Any, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """AdamW per element: every format of the packed optimizer, every peer that imports, and the memory's own speed.
 
     python scripts/bench_adamw.py                                   # here: the GPU where there is one, else the CPU
-    python scripts/bench_adamw.py --device cpu --threads 2 --output scripts/results/adamw_cpu.json
+    python scripts/bench_adamw.py --device cpu --threads 2          # records adamw_cpu.json, updates README
     python scripts/bench_adamw.py --params 4e6 --rounds 2 --only 'offload bf16.*' --output outputs/adamw.json
 
 Tensors have the shapes of Llama-2 7B's layers, in order, until ``--params`` elements are reached. All contenders live
@@ -58,6 +58,9 @@ import gpu_suite  # noqa: E402
 import hatch_build  # noqa: E402
 from offload.optim import AdamW, cpu  # noqa: E402
 from offload.optim.formats import BLOCK, STATE_BLOCK, Constants, Item, Kind, param_kind, state_spec  # noqa: E402
+
+RECORDED = ROOT / "scripts" / "results" / "adamw_cpu.json"
+"""What README shows."""
 
 LR = 1e-5
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -694,6 +697,39 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
+BEGIN, END = "<!-- scripts/bench_adamw.py writes this table -->\n", "<!-- end of the table -->"
+
+IN_README = """
+offload fp32 fp32 fp32; torch fused fp32 fp32 fp32; DeepSpeedCPUAdam fp32 fp32 fp32
+offload bf16 split fp32; torch cast+fused+cast bf16 fp32 fp32
+offload bf16 split bf16
+offload bf16 none bf16; offload bf16 stochastic bf16; torch fused bf16 none bf16; DeepSpeedCPUAdam bf16 none bf16
+offload bf16 split int8; offload bf16 none int8; torchao bf16 none int8; bitsandbytes bf16 none int8
+"""
+"""Names of contenders; a line has what is equal in meaning or in bytes."""
+
+
+def readme_table(record: dict[str, Any]) -> str:
+    """Markdown: the contenders that README shows, those that ran."""
+    by_name = {row["name"]: row for row in record["contenders"]}
+    rows = ["| weights | master | moments | | Mparam/s | of the memory's limit |", "|" + "---|" * 6]
+    for name in re.split(r"[;\n]\s*", IN_README.strip()):
+        if row := by_name.get(name):
+            who = "`offload.optim`" if row["optimizer"] == "offload" else row["optimizer"]
+            limit = f"{row['of_probe']:.2f}" if "of_probe" in row else ""
+            cells = (row["parameter"], row["master"], row["moments"], who, f"{row['mparam_per_second']:,.0f}", limit)
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def update_readme(record: dict[str, Any]) -> None:
+    readme = ROOT / "README.md"
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, "README.md has no place for the table"
+    readme.write_text(before + begin + readme_table(record) + end + after, encoding="utf-8")
+
+
 COLORS = {"offload": "tab:blue", "torch": "tab:orange", "DeepSpeedCPUAdam": "tab:green", "torchao": "tab:red"}
 
 
@@ -784,6 +820,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, output.with_suffix(".png"))
+    if output == RECORDED:
+        update_readme(record)
     print(table(record))
     return 0
 

@@ -161,3 +161,10 @@ def test_shapes_are_the_llamas_until_there_are_enough_elements(bench: ModuleType
     assert list(bench.shapes_of(202_383_360)) == bench.LAYER
     assert list(bench.shapes_of(202_383_361))[-1] == (1,)
     assert list(bench.shapes_of(5000)) == [(4096,), (1, 4096)]
+
+
+def test_the_readme_has_the_recorded_table(bench: ModuleType) -> None:
+    record = json.loads(bench.RECORDED.read_text(encoding="utf-8"))
+    rows = bench.readme_table(record)
+    assert rows.count("\n") >= 12
+    assert bench.BEGIN + rows + bench.END in (bench.ROOT / "README.md").read_text(encoding="utf-8")

@@ -67,8 +67,9 @@ def test_a_planted_fault_turns_a_test_red(fault: str, tmp_path: Path) -> None:
     path.write_text(source.replace(right, wrong), encoding="utf-8")
     compile_kernel(tmp_path)
     done = run(tmp_path)
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    print(done.stdout.splitlines()[-2])
+    red = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert done.returncode == 1 and red, done.stdout[-3000:] + done.stderr[-2000:]
+    print(f"{fault}: {red[0]}")
 
 
 @pytest.mark.slow

@@ -23,20 +23,20 @@ from offload.optim.formats import BLOCK, f32
 GOLDEN_RATIO = 0x9E3779B9
 """Of 2^32: how far thresholds move in a step."""
 
-_POSITION = 0x85EBCA6B
+POSITION = 0x85EBCA6B
 """Of 2^32: how far apart the thresholds of neighbours are."""
 
-_SMALLEST_SCALE = 2.0**-120
+SMALLEST_SCALE = 2.0**-120
 """Scales below it count as zero, so that their inverse is finite."""
 
-_E4M3_BIAS = (127 - 15) << 3
+E4M3_BIAS = (127 - 15) << 3
 """Of codes as the upper bits of an fp32 number: the largest of 16 exponents is that of 1."""
 
-_E3M5_BIAS = (127 - 8) << 5
+E3M5_BIAS = (127 - 8) << 5
 """The least of 8 exponents is that of 2^-8, which is added to every number: below it, steps are equal."""
 
-_E3M5_OFFSET = 2.0**-8
-_E3M5_RANGE = 2.0**-1 * (1 + 31 / 32) - _E3M5_OFFSET
+E3M5_OFFSET = 2.0**-8
+E3M5_RANGE = 2.0**-1 * (1 + 31 / 32) - E3M5_OFFSET
 """The largest code, 255, stands for 1 - 2^-6, less the offset."""
 
 
@@ -47,7 +47,7 @@ def thresholds(start: int, count: int, key: int, device: torch.device) -> Tensor
         key: moves by :data:`GOLDEN_RATIO` from step to step.
     """
     i = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    return ((i * _POSITION + key & 0xFFFFFFFF) >> 16).to(torch.int32)
+    return ((i * POSITION + key & 0xFFFFFFFF) >> 16).to(torch.int32)
 
 
 def decode(
@@ -67,10 +67,10 @@ def decode(
     else:
         code = exp_avg.view(torch.uint8).to(torch.int32)
         magnitude = code & 127
-        bits = torch.where(magnitude == 0, 0, (magnitude + _E4M3_BIAS) << 20) | (code & 128) << 24
+        bits = torch.where(magnitude == 0, 0, (magnitude + E4M3_BIAS) << 20) | (code & 128) << 24
         ratio = bits.view(torch.float32) * _spread(exp_avg_scale, exp_avg)
-    bits = (exp_avg_sq.to(torch.int32) + _E3M5_BIAS) << 18
-    root = (bits.view(torch.float32) - _E3M5_OFFSET) * _spread(exp_avg_sq_scale * f32(1 / _E3M5_RANGE), exp_avg)
+    bits = (exp_avg_sq.to(torch.int32) + E3M5_BIAS) << 18
+    root = (bits.view(torch.float32) - E3M5_OFFSET) * _spread(exp_avg_sq_scale * f32(1 / E3M5_RANGE), exp_avg)
     return ratio * (root + eps), root * root
 
 
@@ -97,10 +97,10 @@ def encode(
         exp_avg.copy_((ratio * _spread(_inverse(exp_avg_scale, 127.0), ratio)).round())
     else:
         bits = (ratio * _spread(_inverse(exp_avg_scale), ratio)).view(torch.int32)
-        magnitude = ((bits & 0x7FFFFFFF) + (1 << 19) >> 20) - _E4M3_BIAS
+        magnitude = ((bits & 0x7FFFFFFF) + (1 << 19) >> 20) - E4M3_BIAS
         exp_avg.view(torch.uint8).copy_(magnitude.clamp(min=0) | bits >> 24 & 128)
-    bits = (root * _spread(_inverse(exp_avg_sq_scale, _E3M5_RANGE), root) + _E3M5_OFFSET).view(torch.int32)
-    exp_avg_sq.copy_(((bits + (threshold << 2) >> 18) - _E3M5_BIAS).clamp(1, 255))
+    bits = (root * _spread(_inverse(exp_avg_sq_scale, E3M5_RANGE), root) + E3M5_OFFSET).view(torch.int32)
+    exp_avg_sq.copy_(((bits + (threshold << 2) >> 18) - E3M5_BIAS).clamp(1, 255))
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor, over: float = 1.0) -> Tensor:
-    return torch.where(scale >= _SMALLEST_SCALE, 1 / scale, 0.0) * over
+    return torch.where(scale >= SMALLEST_SCALE, 1 / scale, 0.0) * over
 
 
 def _spread(scale: Tensor, like: Tensor) -> Tensor:

@@ -48,12 +48,12 @@ _UPDATE_WORDS = tl.constexpr(_UPDATE_ROW.size // 8)
 _SUM_WORDS = tl.constexpr(_SUM_ROW.size // 8)
 _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
-_POSITION = tl.constexpr(codes._POSITION)
-_SMALLEST_SCALE = tl.constexpr(codes._SMALLEST_SCALE)
-_E4M3_BIAS = tl.constexpr(codes._E4M3_BIAS)
-_E3M5_BIAS = tl.constexpr(codes._E3M5_BIAS)
-_E3M5_OFFSET = tl.constexpr(codes._E3M5_OFFSET)
-_E3M5_RANGE = tl.constexpr(codes._E3M5_RANGE)
+_POSITION = tl.constexpr(codes.POSITION)
+_SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
+_E4M3_BIAS = tl.constexpr(codes.E4M3_BIAS)
+_E3M5_BIAS = tl.constexpr(codes.E3M5_BIAS)
+_E3M5_OFFSET = tl.constexpr(codes.E3M5_OFFSET)
+_E3M5_RANGE = tl.constexpr(codes.E3M5_RANGE)
 
 
 def update(items: Sequence[Item], scale: Tensor | None = None) -> None:

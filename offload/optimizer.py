@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 STRATEGIES = ("host", "stream", "resident")
 
-PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "offload.optim.")
+PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
 """Packages whose optimizers update each parameter from its own gradient and state alone, so that the engine may
 update them one by one. Another class says so by an attribute ``per_parameter = True``; without it, it is stepped once
 with everything."""

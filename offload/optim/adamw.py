@@ -52,8 +52,10 @@ class Adam(torch.optim.Optimizer):
     ============ ========== ========== ==============================================================================
 
     With ``split``, a bf16 parameter is the upper half of an fp32 master weight, whose lower half lies beside the
-    moments. fp32 parameters are their own master. Every result is a function of parameters, gradients, hyperparameters
-    and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device change a bit.
+    moments. fp32 parameters are their own master. A parameter that is changed elsewhere keeps its remainder, which
+    moves the master by less than the parameter's own rounding. Every result is a function of parameters, gradients,
+    hyperparameters and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device
+    change a bit.
 
     Args:
         params: parameters, groups or named parameters; fp32 or bf16, dense.
@@ -63,7 +65,7 @@ class Adam(torch.optim.Optimizer):
         weight_decay: added to the gradient, as a multiple of the parameter.
         amsgrad: is not supported; False.
         maximize: ascend.
-        state_dtype: of both moments: ``fp32``, ``bf16``, ``int8`` (companded codes) or ``fp8`` (minifloats).
+        state_dtype: of both moments: ``fp32``, ``bf16``, ``int8`` or ``fp8`` (minifloats).
         master: what keeps the changes of a bf16 parameter that are too small for it: ``none``, ``stochastic``
             rounding, or ``split``.
         seed: of the random bits that round bf16 second moments and ``stochastic`` parameters.

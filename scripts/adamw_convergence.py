@@ -226,6 +226,15 @@ def summary(curves: Curves) -> dict[str, dict[str, Any]]:
     return found
 
 
+def rounded(value: Any) -> Any:
+    """Losses to four decimals, in dicts and lists too."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
 def show(found: dict[str, dict[str, Any]]) -> None:
     print(f"{'held-out loss, nats per label':30}{'mean':>8}{'min':>8}{'max':>8}{'to fp32':>10}{'bytes':>7}")
     for name, row in found.items():
@@ -234,7 +243,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
     print(f"seeds' spread of {FP32}: {found[FP32]['max'] - found[FP32]['min']:.4f}")
 
 
-def draw(curves: Curves) -> None:
+def draw(record: dict[str, Any]) -> None:
     """Left, held-out loss; right, its difference to fp32 AdamW of the same seed. Bands go from seed to seed."""
     import matplotlib
 
@@ -242,21 +251,21 @@ def draw(curves: Curves) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
-    losses = {name: torch.tensor([[loss for _, loss in curve] for curve in of]) for name, of in curves.items()}
-    at = [step for step, _ in curves[FP32][0]]
+    losses = {name: torch.tensor(curves) for name, curves in record["curves"].items()}
+    at = record["evaluated at step"]
     for name, values in losses.items():
         contender = CONTENDERS[name]
         for axis, lines in ((left, values), (right, values - losses[FP32])):
             style = "--" if contender.dashed else "-"
             axis.plot(at, lines.mean(dim=0), style, color=contender.color, label=name)
-            axis.fill_between(at, lines.amin(dim=0), lines.amax(dim=0), color=contender.color, alpha=0.12, linewidth=0)
-    low, high = losses[FP32][:, -1].aminmax()
-    half = (high - low).item()
-    right.axhspan(-half, half, color="black", alpha=0.06, label="final spread of fp32 AdamW's seeds")
+            axis.fill_between(at, lines.amin(dim=0), lines.amax(dim=0), color=contender.color, alpha=0.1, linewidth=0)
+    for end in (-1, 1):
+        label = "spread of fp32 AdamW's seeds at the end" if end == 1 else None
+        right.axhline(end * record["spread of fp32 AdamW"], color="black", linestyle=":", label=label)
     left.set_ylim(bottom=0.97 * min(values.min().item() for values in losses.values()), top=5.5)
     left.set_ylabel("held-out loss (nats per label)")
     right.set_ylabel("held-out loss less fp32 AdamW's of the same seed")
-    right.set_yscale("symlog", linthresh=0.02)
+    right.set_ylim(-0.06, 0.17)
     for axis in (left, right):
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
@@ -281,7 +290,7 @@ def main() -> None:
         for (name, seed, _), curve in zip(jobs, pool.imap(train, jobs), strict=True):
             curves[name].append(curve)
             print(f"{time.monotonic() - started:5.0f} s: {name}, seed {seed}: {curve[-1][1]:.4f}", flush=True)
-    found = summary(curves)
+    found = rounded(summary(curves))
     show(found)
     if arguments.steps < 2000:
         return
@@ -298,16 +307,16 @@ def main() -> None:
         "lr": given.lr / SMALLER,
         "betas": list(given.betas),
         "unit": "held-out loss, nats per label",
-        "spread of fp32 AdamW": found[FP32]["max"] - found[FP32]["min"],
+        "spread of fp32 AdamW": rounded(found[FP32]["max"] - found[FP32]["min"]),
         "results": found,
         "evaluated at step": [step for step, _ in curves[FP32][0]],
-        "curves": {name: [[round(loss, 4) for _, loss in one] for one in of] for name, of in curves.items()},
+        "curves": {name: [[rounded(loss) for _, loss in one] for one in of] for name, of in curves.items()},
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     # A line per curve.
     text = re.sub(r"\[[^][{}]*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), json.dumps(record, indent=1))
     RECORD.write_text(text + "\n")
-    draw(curves)
+    draw(record)
 
 
 if __name__ == "__main__":

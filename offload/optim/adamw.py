@@ -165,10 +165,7 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        members = []
-        for group_index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                members.append((group_index, param))
+        members = [(index, param) for index, group in enumerate(self.param_groups) for param in group["params"]]
         trained = [(i, group, param) for i, (group, param) in enumerate(members) if param.grad is not None]
         if not trained:
             return

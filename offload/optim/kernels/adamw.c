@@ -3,7 +3,7 @@
  * This file is compiled once for each instruction set, with ISA as the suffix of its one public function. All of
  * them give the same bits: fp32, every operation rounded on its own (-ffp-contract=off), no fast-math.
  *
- * Elements are processed in pairs (even, odd), because a pair of bf16 numbers is a 32-bit word: the even element is
+ * But for fp32 moments, elements are processed in pairs (even, odd): a pair of bf16 numbers is a 32-bit word: the even element is
  * the word shifted left by 16 bits, the odd one the word without its lower half, so that reading and writing take
  * no shuffles, and one hash makes the random bits of both. Blocks are always whole: a tensor's short last block is
  * padded with zeros in a copy, which changes neither its maximum nor any element.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
@@ -165,22 +166,33 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        members = [(index, param) for index, group in enumerate(self.param_groups) for param in group["params"]]
-        trained = [(i, group, param) for i, (group, param) in enumerate(members) if param.grad is not None]
+        trained, steps, position = [], [], 0
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None:
+                    if grad.layout != torch.strided:
+                        raise RuntimeError(
+                            f"{type(self).__name__} does not support sparse gradients; build the embedding with "
+                            "sparse=False"
+                        )
+                    state = self._state_of(param, group)
+                    trained.append((index, position, param, grad, state))
+                    steps.append(state["step"])
+                position += 1
         if not trained:
             return
-        steps = [self._state_of(param, self.param_groups[group])["step"] for _, group, param in trained]
-        torch._foreach_add_(steps, 1)
+        # A Python number would be made a tensor for each of them, which takes most of the time.
+        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
         plans: dict[tuple[int, float], _Plan] = {}
         copied: list[tuple[Tensor, Tensor]] = []
-        by_device: dict[torch.device, list[Item]] = {}
-        for (position, group_index, param), step in zip(trained, steps, strict=True):
-            count = step.item()
-            plan = plans.get((group_index, count))
+        by_device: dict[torch.device, list[Item]] = defaultdict(list)
+        for (index, position, param, grad, state), step in zip(trained, steps, strict=True):
+            key = index, step.item()
+            plan = plans.get(key)
             if plan is None:
-                plan = plans[group_index, count] = _Plan(self.param_groups[group_index], int(count), self._coupled)
-            item = self._item(param, position, plan, copied)
-            by_device.setdefault(param.device, []).append(item)
+                plan = plans[key] = _Plan(self.param_groups[index], int(key[1]), self._coupled)
+            by_device[param.device].append(plan.item(param, grad, state, position, copied))
         scale = self._scale()
         for device, items in by_device.items():
             _run(device, items, scale)
@@ -201,36 +213,6 @@ class Adam(torch.optim.Optimizer):
                     cpu.advise_huge_pages(like)
                 state[key] = like.zero_()
         return state
-
-    def _item(self, param: Tensor, position: int, plan: _Plan, copied: list[tuple[Tensor, Tensor]]) -> Item:
-        state, grad = self.state[param], param.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients; build the embedding with sparse=False"
-            )
-        values = param
-        if not param.is_contiguous() and not _is_dense(param):
-            values = param.contiguous()
-            copied.append((param, values))
-        if grad.dtype != param.dtype or grad.stride() != values.stride():
-            grad = torch.empty_like(values).copy_(grad)
-        position, start = getattr(param, "offload_range", (position, 0))
-        key_param, key_v = plan.keys(position)
-        return Item(
-            plan.kinds[param.dtype],
-            values,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state.get("exp_avg_scale"),
-            state.get("exp_avg_sq_scale"),
-            state.get("remainder"),
-            start,
-            key_param,
-            key_v,
-            plan.constants,
-        )
 
     def _scale(self) -> Tensor | None:
         """What the gradients are multiplied with: the engine's factor, over that of a GradScaler."""
@@ -308,9 +290,9 @@ class _Plan:
     """What the tensors of one group at one step number have in common."""
 
     def __init__(self, group: Group, step: int, coupled: bool) -> None:
-        self.constants = _constants(group, step, coupled)
+        self._constants = _constants(group, step, coupled)
         state_dtype, master = group["state_dtype"], group["master"]
-        self.kinds = {
+        self._kinds = {
             dtype: Kind(param_kind(dtype, master), state_dtype, coupled and group["weight_decay"] != 0)
             for dtype in (torch.float32, torch.bfloat16)
         }
@@ -319,9 +301,46 @@ class _Plan:
         self._is_coded = state_dtype in ("int8", "fp8")
         self._v_key = random_key(seed, 0 if self._is_coded else step, 1) if state_dtype != "fp32" else None
         self._walked = GOLDEN_RATIO * step
+        self._is_random = self._param_key is not None or self._v_key is not None
 
-    def keys(self, position: int) -> tuple[int, int]:
-        """``key_param`` and ``key_v`` of the parameter at a position over all groups; 0 where nothing is random."""
+    def item(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Any],
+        position: int,
+        copied: list[tuple[Tensor, Tensor]],
+    ) -> Item:
+        """What a kernel needs to know of the parameter at a position over all groups.
+
+        ``copied`` gains a parameter that is not dense, with the copy that is updated in its place.
+        """
+        values = param
+        is_contiguous = param.is_contiguous()
+        if not is_contiguous and not _is_dense(param):
+            values = param.contiguous()
+            copied.append((param, values))
+        is_alike = grad.is_contiguous() if is_contiguous else grad.stride() == values.stride()
+        dtype = param.dtype
+        if not is_alike or grad.dtype != dtype:
+            grad = torch.empty_like(values).copy_(grad)
+        position, start = getattr(param, "offload_range", (position, 0))
+        return Item(
+            self._kinds[dtype],
+            values,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("exp_avg_scale"),
+            state.get("exp_avg_sq_scale"),
+            state.get("remainder"),
+            start,
+            *(self._keys(position) if self._is_random else (0, 0)),
+            self._constants,
+        )
+
+    def _keys(self, position: int) -> tuple[int, int]:
+        """``key_param`` and ``key_v``; 0 where nothing is random."""
         key_param = 0 if self._param_key is None else tensor_key(self._param_key, position)
         key_v = 0 if self._v_key is None else tensor_key(self._v_key, position)
         return key_param, (key_v + self._walked) & 0xFFFFFFFF if self._is_coded else key_v

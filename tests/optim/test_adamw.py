@@ -373,11 +373,15 @@ def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any], messa
 def test_other_dtypes_and_sparse_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match="parameter 1 of group 0 is torch.float16: AdamW takes torch.float32 and"):
         offload.optim.AdamW([weights(4), weights(4, dtype=torch.float16)])
-    embedding = nn.Embedding(8, 4, sparse=True)
-    optimizer = offload.optim.Adam(embedding.parameters())
+    before, embedding = weights(4), nn.Embedding(8, 4, sparse=True)
+    before.grad = torch.ones_like(before)
+    optimizer = offload.optim.Adam([before, *embedding.parameters()])
+    optimizer.step()
+    weight = before.detach().clone()
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="does not support sparse gradients; build the embedding with sparse=False"):
         optimizer.step()
+    assert optimizer.state[before]["step"] == 1 and torch.equal(before, weight), "nothing has been updated"
 
 
 # States

@@ -3,10 +3,10 @@
  * This file is compiled once for each instruction set, with ISA as the suffix of its one public function. All of
  * them give the same bits: fp32, every operation rounded on its own (-ffp-contract=off), no fast-math.
  *
- * But for fp32 moments, elements are processed in pairs (even, odd): a pair of bf16 numbers is a 32-bit word: the even element is
- * the word shifted left by 16 bits, the odd one the word without its lower half, so that reading and writing take
- * no shuffles, and one hash makes the random bits of both. Blocks are always whole: a tensor's short last block is
- * padded with zeros in a copy, which changes neither its maximum nor any element.
+ * But for fp32 moments, elements are processed in pairs (even, odd): a pair of bf16 numbers is a 32-bit word: the
+ * even element is the word shifted left by 16 bits, the odd one the word without its lower half, so that reading and
+ * writing take no shuffles, and one hash makes the random bits of both. Blocks are always whole: a tensor's short
+ * last block is padded with zeros in a copy, which changes neither its maximum nor any element.
  *
  * Names: p parameter, g gradient, m first moment (exp_avg), v second moment (exp_avg_sq).
  */
@@ -114,7 +114,7 @@ INLINE pair_t load_param(enum param kind, const block_t *b, int j)
         return load_bf16(b->p, j);
     uint32_t upper = ((const u32_t *)b->p)[j], lower = ((const u32_t *)b->remainder)[j];
     uint32_t even = (upper << 16) + ((lower & 0xffff) ^ 0x8000) - 0x8000; /* the lower half is signed */
-    uint32_t odd = (upper & UPPER) + ((lower >> 16) ^ 0x8000) - 0x8000;
+    uint32_t odd = (upper & UPPER) + (uint32_t)((int32_t)lower >> 16);
     return (pair_t){as_float(even), as_float(odd)};
 }
 
@@ -148,6 +148,13 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 /* Of codes as the upper bits of an fp32 number. */
 #define E4M3_BIAS ((127 - 15) << 3)
 #define E3M5_BIAS ((127 - 8) << 5)
+
+/* How far thresholds have walked from a block's first pair to its j-th; a table instead of slow multiplications. */
+#define WALK1(j) (uint32_t)(j) * 2 * POSITION
+#define WALK4(j) WALK1(j), WALK1(j + 1), WALK1(j + 2), WALK1(j + 3)
+#define WALK16(j) WALK4(j), WALK4(j + 4), WALK4(j + 8), WALK4(j + 12)
+#define WALK64(j) WALK16(j), WALK16(j + 16), WALK16(j + 32), WALK16(j + 48)
+static const _Alignas(64) uint32_t WALKED[PAIRS] = {WALK64(0), WALK64(64)};
 
 /* What is added to sqrt(v): below it, steps are equal. */
 #define E3M5_OFFSET 0x1p-8f
@@ -320,63 +327,76 @@ INLINE void update_bf16(enum param param, int coupled, const numbers_t *n, const
     }
 }
 
-/* Numbers that are not negative as integers in the same order, with NaN below them all. */
-INLINE uint32_t rank_of(uint32_t bits)
-{
-    return bits - 0x7f800001u;
-}
-
-INLINE float number_of(uint32_t rank)
-{
-    return as_float(rank + 0x7f800001u);
-}
+/* Numbers that are not negative have the order of their bits, and NaN comes after them all. */
+#define INFINITE 0x7f800000u
+#define MAGNITUDE 0x7fffffffu
 
 INLINE uint32_t larger(uint32_t a, uint32_t b)
 {
     return a > b ? a : b;
 }
 
-/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. */
-INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b)
+/* The largest magnitude, NaN passed over; `bits`: the largest of all magnitudes' bits. */
+INLINE float largest(uint32_t bits, const float *even, const float *odd)
 {
-    float ratio_even[PAIRS], ratio_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
+    if (bits <= INFINITE)
+        return as_float(bits);
+    float magnitude = 0;
+    for (int j = 0; j < PAIRS; j++) {
+        magnitude = fabsf(even[j]) > magnitude ? fabsf(even[j]) : magnitude;
+        magnitude = fabsf(odd[j]) > magnitude ? fabsf(odd[j]) : magnitude;
+    }
+    return magnitude;
+}
+
+/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. */
+typedef struct {
+    _Alignas(64) float ratio_even[PAIRS], ratio_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
+} waiting_t;
+
+/* All of a block but its codes: parameters and scales. */
+INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b,
+                               waiting_t *w)
+{
     const scales_t old = decoding_scales(state, b);
-    uint32_t ratio_rank = rank_of(0), root_rank = rank_of(0);
+    uint32_t ratio_bits = 0, root_bits = 0;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const int32_t m = (int16_t)((const u16_t *)b->m)[j];
         const uint32_t v = ((const u16_t *)b->v)[j];
-        ratio_even[j] = decode_ratio(state, (int8_t)m, old.ratio);
-        ratio_odd[j] = decode_ratio(state, m >> 8, old.ratio);
-        root_even[j] = decode_root(v & 255, old.root);
-        root_odd[j] = decode_root(v >> 8, old.root);
+        w->ratio_even[j] = decode_ratio(state, (int8_t)m, old.ratio);
+        w->ratio_odd[j] = decode_ratio(state, m >> 8, old.ratio);
+        w->root_even[j] = decode_root(v & 255, old.root);
+        w->root_odd[j] = decode_root(v >> 8, old.root);
     }
-#pragma omp simd reduction(max : ratio_rank, root_rank)
+#pragma omp simd reduction(max : ratio_bits, root_bits)
     for (int j = 0; j < PAIRS; j++) {
         const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
-        const coded_t even = update_coded(n, coupled, p.even, g.even, ratio_even[j], root_even[j]);
-        const coded_t odd = update_coded(n, coupled, p.odd, g.odd, ratio_odd[j], root_odd[j]);
-        const uint32_t even_rank = rank_of(as_bits(even.ratio) & 0x7fffffff);
-        const uint32_t odd_rank = rank_of(as_bits(odd.ratio) & 0x7fffffff);
-        ratio_rank = larger(ratio_rank, larger(even_rank, odd_rank));
-        root_rank = larger(root_rank, larger(rank_of(as_bits(even.root)), rank_of(as_bits(odd.root))));
-        ratio_even[j] = even.ratio;
-        ratio_odd[j] = odd.ratio;
-        root_even[j] = even.root;
-        root_odd[j] = odd.root;
+        const coded_t even = update_coded(n, coupled, p.even, g.even, w->ratio_even[j], w->root_even[j]);
+        const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->ratio_odd[j], w->root_odd[j]);
+        ratio_bits = larger(ratio_bits, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
+        root_bits = larger(root_bits, larger(as_bits(even.root), as_bits(odd.root)));
+        w->ratio_even[j] = even.ratio;
+        w->ratio_odd[j] = odd.ratio;
+        w->root_even[j] = even.root;
+        w->root_odd[j] = odd.root;
         store_param(param, b, j, even.p, odd.p);
     }
-    *b->m_scale = number_of(ratio_rank);
-    *b->v_scale = number_of(root_rank);
+    *b->m_scale = largest(ratio_bits, w->ratio_even, w->ratio_odd);
+    *b->v_scale = largest(root_bits, w->root_even, w->root_odd);
+}
+
+INLINE void encode_block(enum state state, const block_t *b, const waiting_t *w)
+{
     const scales_t new = encoding_scales(state, b);
-    const uint32_t threshold = 2 * b->pair * POSITION + b->key_v;
+    const uint32_t first_even = 2 * b->pair * POSITION + b->key_v, first_odd = first_even + POSITION;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
-        const uint32_t even = threshold + (uint32_t)j * (2 * POSITION), odd = even + POSITION;
-        ((u16_t *)b->m)[j] = (uint16_t)(encode_ratio(state, ratio_even[j] * new.ratio) |
-                                        encode_ratio(state, ratio_odd[j] * new.ratio) << 8);
-        ((u16_t *)b->v)[j] = (uint16_t)(encode_root(root_even[j] * new.root, even >> 16) |
-                                        encode_root(root_odd[j] * new.root, odd >> 16) << 8);
+        const uint32_t even = first_even + WALKED[j], odd = first_odd + WALKED[j];
+        ((u16_t *)b->m)[j] = (uint16_t)(encode_ratio(state, w->ratio_even[j] * new.ratio) |
+                                        encode_ratio(state, w->ratio_odd[j] * new.ratio) << 8);
+        ((u16_t *)b->v)[j] = (uint16_t)(encode_root(w->root_even[j] * new.root, even >> 16) |
+                                        encode_root(w->root_odd[j] * new.root, odd >> 16) << 8);
     }
 }
 
@@ -405,8 +425,14 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         update_bf16(param, coupled, &numbers, &b, (int)blocks * PAIRS);
         return;
     }
+    /* A block is encoded while the next one is computed: its scales, a chain of reductions, are not waited for. */
+    waiting_t waiting[2];
+    block_t before = b;
     for (int64_t i = 0; i < blocks; i++) {
-        update_coded_block(param, state, coupled, &numbers, &b);
+        update_coded_block(param, state, coupled, &numbers, &b, &waiting[i % 2]);
+        if (i > 0)
+            encode_block(state, &before, &waiting[(i - 1) % 2]);
+        before = b;
         b.p += BLOCK * param_bytes(param);
         b.g += BLOCK * param_bytes(param);
         b.m += BLOCK * state_bytes(state);
@@ -417,6 +443,8 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
             b.remainder += BLOCK * 2;
         b.pair += PAIRS;
     }
+    if (blocks > 0)
+        encode_block(state, &before, &waiting[(blocks - 1) % 2]);
 }
 
 /* One function for each kind. */

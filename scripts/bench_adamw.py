@@ -6,8 +6,8 @@
 
 Tensors have the shapes of Llama-2 7B's layers, in order, until ``--params`` elements are reached. All contenders live
 in one process and take turns: in each round, each one makes an untimed step, so that the threads of the one before it
-have gone to sleep, and then the timed ones. Numbers are medians over all timed steps; ratios are between medians of
-one run.
+have gone to sleep, and then the timed ones. Numbers are medians over the timed steps of all turns that count; ratios
+are between medians of one run.
 
 probe       per format: what the memory gives. On the CPU, compiled code that adds an integer to each byte of every
             array that the format writes, and reads the gradient: in place in the very tensors that the format
@@ -15,7 +15,11 @@ probe       per format: what the memory gives. On the CPU, compiled code that ad
             pass subtracts what the one before added.) Without a C compiler, torch's in-place addition. On a GPU, a
             copy of half as many bytes, which moves as many.
 of probe    the probe's time over the format's.
-B/param     read and written per parameter and step.
+counts      On the CPU, a turn before and after which the memory gave at least 0.8 of the run's best rate. A host moves
+            a virtual machine's cores about, mostly when they wake up: two that share one die's link to the memory get
+            half of what two dies give. So an idle loop of the lowest priority keeps each of them awake, turns start by
+            loading the memory until it gives that rate, and who lacks turns that count has more of them; who then has
+            none is shown with all of its turns. ``--patience 0`` does without waiting and idle loops.
 
 Contenders share parameters and gradients, and the packed formats their moments too: values are never compared here,
 and all the tensors that one step touches are much larger than the caches. Large tensors that this script makes have
@@ -31,6 +35,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shlex
@@ -41,6 +46,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +83,15 @@ SMALL = 4096
 
 SMALL_CALLS = 200
 """Per timed step: one call is too short for the clock."""
+
+STEADY = 0.8
+"""Of the run's best rate of the memory: what a turn needs to count."""
+
+PACE_ELEMENTS = 8 << 20
+"""Of the four fp32 tensors on which that rate is measured: several times the caches, as many streams as AdamW has."""
+
+PACE_SECONDS = 0.02
+"""That it is measured for."""
 
 
 def shapes_of(params: int) -> Iterator[tuple[int, ...]]:
@@ -290,12 +305,89 @@ class Probes:
         return lambda: target.copy_(source)
 
 
+class Pace:
+    """The rate that the memory gives at the moment, on a CPU.
+
+    Attributes:
+        best: GB/s, of all measurements so far.
+        patience: seconds for which :meth:`settle` may still wait.
+    """
+
+    def __init__(self, probes: Probes, patience: float) -> None:
+        self.best, self.patience = 0.0, patience
+        self._call: Callable[[], object] | None = None
+        if probes.device.type == "cpu":
+            tensors = [[(empty((PACE_ELEMENTS,), FP32, probes.device).zero_(), True) for _ in range(4)]]
+            self._call, passes = probes.of(tensors)
+            self._gigabytes = passes * moved_bytes(tensors) / 1e9
+
+    def rate(self) -> float:
+        """GB/s read and written by all threads together; infinite where this is not the CPU's matter."""
+        if self._call is None:
+            return math.inf
+        self._call()  # the threads of who ran before go to sleep
+        calls, began = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - began) < PACE_SECONDS:
+            self._call()
+            calls += 1
+        rate = calls * self._gigabytes / seconds
+        self.best = max(self.best, rate)
+        return rate
+
+    def settle(self) -> float:
+        """Load the memory until its rate is steady or patience ends; gives the rate."""
+        began = time.perf_counter()
+        while (rate := self.rate()) < STEADY * self.best:
+            if time.perf_counter() - began >= self.patience:
+                break
+        self.patience = max(0.0, self.patience - (time.perf_counter() - began - PACE_SECONDS))
+        return rate
+
+
+IDLE_LOOP = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while os.getppid() == int(sys.argv[2]):
+    for _ in range(1000000):
+        pass
+"""
+
+
+@contextmanager
+def awake() -> Iterator[int]:
+    """Keeps the cores of a virtual machine from falling asleep (Linux); gives their number, 0 where nothing is done."""
+    cpuinfo = Path("/proc/cpuinfo")
+    is_virtual = cpuinfo.exists() and "hypervisor" in cpuinfo.read_text().split()
+    cores = os.sched_getaffinity(0) if is_virtual and hasattr(os, "SCHED_IDLE") else set()
+    loops = [subprocess.Popen([sys.executable, "-c", IDLE_LOOP, str(core), str(os.getpid())]) for core in cores]
+    try:
+        yield len(loops)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def moved_bytes(tensors: Sequence[Sequence[Array]]) -> int:
     """Read and written by a step that touches these arrays: per tensor, the parameter's first."""
     return sum(values.nbytes * (1 + is_written) for tensor in tensors for values, is_written in tensor)
 
 
 # The contenders
+
+
+@dataclass
+class Turn:
+    """A contender's timed steps.
+
+    Attributes:
+        memory: GB/s, the lower of the memory's rates before and after.
+        seconds: of one call, per step.
+    """
+
+    memory: float
+    seconds: list[float]
 
 
 @dataclass
@@ -307,7 +399,8 @@ class Entry:
         build: gives the step to be timed, and the arrays that it touches where they are known.
         elements: that a step updates.
         calls: of one step: the step's time is divided by them.
-        step, seconds: filled in by :func:`measure`.
+        step, turns: filled in by :func:`measure`.
+        least: GB/s of a turn that counts.
     """
 
     labels: tuple[str, str, str, str]
@@ -316,12 +409,23 @@ class Entry:
     calls: float = 1
     nbytes: int = 0
     step: Callable[[], object] = lambda: None
-    seconds: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    least: float = 0.0
     probe: Entry | None = None
 
     @property
     def name(self) -> str:
         return " ".join(label for label in self.labels if label)
+
+    def counting(self, least: float) -> int:
+        """How many turns count where these GB/s are asked for."""
+        return sum(turn.memory >= least for turn in self.turns)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of one call, in all turns that count; in all turns where none does."""
+        least = self.least if self.counting(self.least) else 0.0
+        return [seconds for turn in self.turns if turn.memory >= least for seconds in turn.seconds]
 
     @property
     def median(self) -> float:
@@ -504,8 +608,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_steps(entry: Entry, steps: int, device: torch.device) -> None:
-    """One step that does not count, and some that do."""
+def time_steps(entry: Entry, steps: int, device: torch.device) -> list[float]:
+    """Seconds of one call: one step that does not count, and some that do."""
     entry.step()
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
@@ -514,27 +618,41 @@ def time_steps(entry: Entry, steps: int, device: torch.device) -> None:
             entry.step()
             event.record()
         synchronize(device)
-        pairs = zip(events, events[1:], strict=False)
-        entry.seconds += [a.elapsed_time(b) / 1e3 / entry.calls for a, b in pairs]
-        return
+        return [a.elapsed_time(b) / 1e3 / entry.calls for a, b in zip(events, events[1:], strict=False)]
+    seconds = []
     for _ in range(steps):
         began = time.perf_counter()
         entry.step()
-        entry.seconds.append((time.perf_counter() - began) / entry.calls)
+        seconds.append((time.perf_counter() - began) / entry.calls)
+    return seconds
 
 
-def measure(device_name: str, params: int, rounds: int, steps: int, only: str = ".*") -> dict[str, Any]:
+def take_turn(entry: Entry, steps: int, device: torch.device, pace: Pace) -> None:
+    """Of a contender, and of its probe right after it."""
+    both = [entry] if entry.probe is None else [entry, entry.probe]
+    before = pace.settle()
+    seconds = [time_steps(one, steps, device) for one in both]
+    memory = min(before, pace.rate())
+    for one, its_seconds in zip(both, seconds, strict=True):
+        one.turns.append(Turn(memory, its_seconds))
+
+
+def measure(
+    device_name: str, params: int, rounds: int, steps: int, only: str = ".*", patience: float = 0.0
+) -> dict[str, Any]:
     """Time every contender whose name matches, in turn.
 
     Args:
         device_name: ``cpu`` or ``cuda``.
         params: elements of all tensors together.
-        rounds: how often each contender has its turn.
+        rounds: how often each contender has its turn; at most as many again for those whose turns do not all count.
         steps: timed ones of each turn.
         only: regular expression over whole names; probes come with their formats.
+        patience: seconds in all for which turns may wait for the memory's best rate.
 
     Returns:
-        dict: ``contenders``, each with its labels, times and rates; ``failures``, each with a reason; ``claims``.
+        dict: ``contenders``, each with its labels, times and rates; ``failures``, each with a reason; ``claims``;
+        ``memory``, the rates and the number of turns that count.
     """
     device = torch.device(device_name)
     shapes = list(shapes_of(params))
@@ -555,11 +673,15 @@ def measure(device_name: str, params: int, rounds: int, steps: int, only: str = 
             entry.nbytes = moved_bytes(touched)
             call, passes = probes.of(touched)
             entry.probe = Entry(entry.labels, entry.build, entry.elements, passes, step=call)
-    for _ in range(rounds):
+    pace = Pace(probes, patience)
+    for extra in range(2 * rounds):
         for entry in entries:
-            time_steps(entry, steps, device)
-            if entry.probe is not None:
-                time_steps(entry.probe, steps, device)
+            if extra < rounds or entry.counting(STEADY * pace.best) < rounds:
+                take_turn(entry, steps, device, pace)
+    for entry in entries:
+        for one in (entry, entry.probe):
+            if one is not None:
+                one.least = STEADY * pace.best
     result = {
         "device": device_name,
         "params": sum(param.numel() for param in memory.params[BF16]),
@@ -567,6 +689,7 @@ def measure(device_name: str, params: int, rounds: int, steps: int, only: str = 
         "rounds": rounds,
         "steps_per_round": steps,
         "probe": probes.how,
+        "memory": describe_memory(entries, pace),
         "contenders": [describe(entry) for entry in entries],
         "failures": failures,
     }
@@ -579,6 +702,20 @@ def default_params(device: str) -> float:
         return 124e6
     free, _ = torch.cuda.mem_get_info()
     return min(810e6, free / 160)
+
+
+def describe_memory(entries: Sequence[Entry], pace: Pace) -> dict[str, Any] | None:
+    """GB/s: the best, and the median over the turns that count and over the others; None on a GPU."""
+    if not pace.best:
+        return None
+    facts: dict[str, Any] = {"best_gb_per_second": pace.best}
+    turns = [turn for entry in entries for turn in entry.turns]
+    steady = [turn.memory for turn in turns if turn.memory >= STEADY * pace.best]
+    slower = [turn.memory for turn in turns if turn.memory < STEADY * pace.best]
+    for name, rates in (("counting", steady), ("others", slower)):
+        facts[name] = {"turns": len(rates), "gb_per_second": statistics.median(rates) if rates else None}
+    facts["without_turns_that_count"] = [entry.name for entry in entries if not entry.counting(STEADY * pace.best)]
+    return facts
 
 
 def describe(entry: Entry) -> dict[str, Any]:
@@ -594,10 +731,11 @@ def describe(entry: Entry) -> dict[str, Any]:
 
 
 def times(entry: Entry) -> dict[str, Any]:
+    seconds = entry.seconds
     return {
         "mparam_per_second": entry.elements / entry.median / 1e6,
-        "seconds": {"median": entry.median, "min": min(entry.seconds), "max": max(entry.seconds)},
-        "samples": len(entry.seconds),
+        "seconds": {"median": entry.median, "min": min(seconds), "max": max(seconds)},
+        "samples": len(seconds),
     }
 
 
@@ -684,6 +822,13 @@ def table(result: dict[str, Any]) -> str:
             cells += [""] * 3
         rows.append(f"| {' | '.join(cells)} |")
     rows += ["", f"probe: {result['probe']}"]
+    if memory := result["memory"]:
+        counting, others = memory["counting"], memory["others"]
+        rows.append(f"memory: {counting['turns']} turns at {counting['gb_per_second'] or 0:.0f} GB/s count")
+        if others["turns"]:
+            rows[-1] += f", {others['turns']} at {others['gb_per_second']:.0f} GB/s do not"
+        if names := memory["without_turns_that_count"]:
+            rows.append(f"all turns count, because the memory was slower in each: {', '.join(names)}")
     for row in result["contenders"]:
         if row["params"] == SMALL:
             rows.append(f"{row['name']}, {SMALL} elements: {row['seconds']['median'] * 1e6:.1f} us")
@@ -792,6 +937,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--params", type=float, help="elements of all tensors together; 124 M, on a GPU up to 810 M")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--patience", type=float, default=120, help="seconds in all to wait for the memory's best rate")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU, for all contenders")
     parser.add_argument("--only", default=".*", help="regular expression over whole names, such as 'offload bf16.*'")
     parser.add_argument(
@@ -805,6 +951,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     # DeepSpeed's extension brings another OpenMP, which is loaded later and asks the environment.
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    keep_awake = awake() if device == "cpu" and options.patience > 0 else nullcontext(0)
+    with keep_awake as cores:
+        measured = measure(
+            device,
+            int(options.params or default_params(device)),
+            options.rounds,
+            options.steps,
+            options.only,
+            options.patience,
+        )
     record = {
         "benchmark": "one AdamW step, by format and implementation",
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -812,8 +968,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ["python", "scripts/bench_adamw.py", *(sys.argv[1:] if arguments is None else arguments)]
         ),
         "commit": gpu_suite.git_commit(),
-        "environment": environment(device),
-        **measure(device, int(options.params or default_params(device)), options.rounds, options.steps, options.only),
+        "environment": {**environment(device), "cores_kept_awake": cores},
+        **measured,
     }
     if not record["contenders"]:
         parser.error(f"nothing that runs here matches {options.only!r}")

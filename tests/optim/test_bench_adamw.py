@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +35,11 @@ def bench() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what the script sets is taken back
+    monkeypatch.setattr(bench, "PACE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(bench, "PACE_SECONDS", 1e-4)
+    monkeypatch.setattr(bench, "STEADY", 0.0)  # all turns count, on however busy a machine
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def has_compiler() -> None:
 def run(bench: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
     output = folder / "results" / "adamw.json"
     threads = ["--threads", str(torch.get_num_threads())]
-    size = ["--device", "cpu", "--params", "10000", "--rounds", "2", "--steps", "2"]
+    size = ["--device", "cpu", "--params", "10000", "--rounds", "2", "--steps", "2", "--patience", "0"]
     assert bench.main([*size, *threads, "--output", str(output), *arguments]) == 0
     assert output.with_suffix(".png").stat().st_size > 1000
     return json.loads(output.read_text())
@@ -137,6 +141,78 @@ def test_a_peer_that_does_not_run_is_reported(
     assert "no_such_package" in record["failures"]["stranger bf16 none bf16"]
     assert [row["name"] for row in record["contenders"]] == ["offload bf16 none bf16"]
     assert "stranger bf16 none bf16: did not run" in capsys.readouterr().out
+
+
+class Rates:
+    """A memory whose rates are known, in place of :class:`bench_adamw.Pace`."""
+
+    def __init__(self, before: list[float], after: list[float]) -> None:
+        self.before, self.after, self.best = iter(before), iter(after), 100.0
+
+    def settle(self) -> float:
+        return next(self.before)
+
+    def rate(self) -> float:
+        return next(self.after)
+
+
+def with_rates(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, before: list[float], after: list[float]
+) -> dict[str, Any]:
+    """Three rounds of one contender, whose n-th turn takes n seconds."""
+    monkeypatch.setattr(bench, "STEADY", 0.8)
+    monkeypatch.setattr(bench, "Pace", lambda *_: Rates(before, after))
+    durations = iter(range(1, 7))
+    monkeypatch.setattr(bench, "time_steps", lambda entry, *_: [next(durations)] if entry.nbytes else [1.0])
+    contender = bench.Entry(("ours", "", "", ""), lambda: (lambda: None, []), 1, nbytes=1)
+    monkeypatch.setattr(bench, "contenders", lambda _: iter([contender]))
+    return bench.measure("cpu", 1000, rounds=3, steps=1)
+
+
+def test_turns_count_where_the_memory_was_steady_before_and_after(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Turns 1, 4 and 5; then there are enough.
+    result = with_rates(bench, monkeypatch, before=[90, 70, 90, 80, 90], after=[90, 90, 79, 80, 90])
+    assert result["contenders"][0]["seconds"] == {"median": 4, "min": 1, "max": 5}
+    assert result["memory"]["counting"] == {"turns": 3, "gb_per_second": 90}
+    assert result["memory"]["others"]["turns"] == 2 and not result["memory"]["without_turns_that_count"]
+
+
+def test_without_a_turn_that_counts_all_are_shown_and_named(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = with_rates(bench, monkeypatch, before=[50] * 6, after=[90] * 6)
+    assert result["contenders"][0]["seconds"] == {"median": 3.5, "min": 1, "max": 6}
+    assert result["memory"]["without_turns_that_count"] == ["ours"]
+    assert "all turns count, because the memory was slower in each: ours" in bench.table(result)
+
+
+def test_a_turn_waits_for_the_memory_until_patience_ends(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "STEADY", 0.8)
+    monkeypatch.setattr(bench, "PACE_SECONDS", 1.0)
+    clock, rates = iter(range(1000)), iter([100, 50, 50, 90, 50, 50, 50, 50])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    pace = bench.Pace(bench.Probes(torch.device("meta")), patience=5.0)
+    monkeypatch.setattr(bench.Pace, "rate", lambda self: next(rates))
+    pace.best = 100.0
+    assert pace.settle() == 100 and pace.patience == 5.0
+    assert pace.settle() == 90 and pace.patience == 3.0  # a second each for two that were too slow
+    assert pace.settle() == 50 and pace.patience == 0.0
+    assert pace.settle() == 50, "the last one is not waited for"
+
+
+def test_idle_loops_end_with_the_run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, popen = [], subprocess.Popen
+
+    def start(*arguments: Any) -> Any:
+        started.append(popen(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(bench.subprocess, "Popen", start)
+    with bench.awake() as cores:
+        assert cores == len(started)
+        if cores:
+            assert all(loop.poll() is None for loop in started)
+    assert all(loop.poll() is not None for loop in started)
 
 
 def test_small_cases(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from study import RESULTS, description, rounded
 from torch import Tensor, nn
 
 import offload.optim
@@ -40,7 +40,6 @@ from offload.training.step import evaluate
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "tiny_llama_offload.yaml"
-RESULTS = Path(__file__).parent / "results"
 RECORD, PICTURE = RESULTS / "adamw_convergence.json", RESULTS / "adamw_convergence.png"
 SMALLER = 2
 """What batch and learning rate are divided by, to save time."""
@@ -226,15 +225,6 @@ def summary(curves: Curves) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rounded(value: Any) -> Any:
-    """Losses to four decimals, in dicts and lists too."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
 def show(found: dict[str, dict[str, Any]]) -> None:
     print(f"{'held-out loss, nats per label':30}{'mean':>8}{'min':>8}{'max':>8}{'to fp32':>10}{'bytes':>7}")
     for name, row in found.items():
@@ -296,10 +286,11 @@ def main() -> None:
         return
     given = parts().settings.optimizer
     record = {
-        "study": "held-out loss of the tiny Llama under formats of AdamW",
-        "command": f"python scripts/adamw_convergence.py --steps {arguments.steps} --seeds {arguments.seeds}",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {name: version(name) for name in ("torch", "torchtune", "torchao", "bitsandbytes")},
+        **description(
+            "held-out loss of the tiny Llama under formats of AdamW",
+            f"python scripts/adamw_convergence.py --steps {arguments.steps} --seeds {arguments.seeds}",
+            "torchtune",
+        ),
         "config": CONFIG.name,
         "steps": arguments.steps,
         "seeds": arguments.seeds,

@@ -18,23 +18,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from study import RESULTS, description, save, significant
 from torch import Tensor, nn
 
 import offload.optim
 from offload.optim import formats
 
-RESULTS = Path(__file__).parent / "results"
 RECORD, PICTURE = RESULTS / "adamw_numerics.json", RESULTS / "adamw_numerics.png"
 BLOCK, ROWS = 256, 64
 ELEMENTS = ROWS * BLOCK
@@ -320,15 +316,6 @@ def verdicts(results: Results) -> list[dict[str, Any]]:
     return found
 
 
-def significant(value: Any) -> Any:
-    """Numbers to three significant digits, in dicts and lists too."""
-    if isinstance(value, dict):
-        return {key: significant(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [significant(inner) for inner in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
-
-
 def show(results: Results, judged: list[dict[str, Any]], differences: dict[str, int]) -> None:
     """The table of final errors in per cent, progress at lr=1e-6, and the verdicts."""
     print(
@@ -415,10 +402,9 @@ def main() -> None:
     if steps < 10_000:
         return
     record = {
-        "study": "change of the weights under formats of AdamW against float64",
-        "command": "python scripts/adamw_numerics.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {name: version(name) for name in ("torch", "torchao", "bitsandbytes")},
+        **description(
+            "change of the weights under formats of AdamW against float64", "python scripts/adamw_numerics.py"
+        ),
         "steps": steps,
         "elements": ELEMENTS,
         "options": OPTIONS,
@@ -434,9 +420,7 @@ def main() -> None:
             for name, curves in of_all.items()
         ],
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(significant(record), separators=(",", ":"))
-    RECORD.write_text(text.replace('{"scenario"', '\n{"scenario"') + "\n")
+    save(significant(record), RECORD, "scenario")
     draw(record)
 
 

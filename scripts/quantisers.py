@@ -28,20 +28,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from study import RESULTS, description, save, significant
 from torch import Tensor
 
-RESULTS = Path(__file__).parent / "results"
 RECORD, PICTURE = RESULTS / "quantisers.json", RESULTS / "quantisers.png"
 BLOCK, ROWS = 256, 16
 EPS = 1e-8
@@ -387,15 +383,6 @@ def verdict(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return worse
 
 
-def significant(value: Any) -> Any:
-    """Numbers to three significant digits, in dicts and lists too."""
-    if isinstance(value, dict):
-        return {key: significant(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [significant(inner) for inner in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
-
-
 def draw(record: dict[str, Any]) -> None:
     """Above, drift of the chosen pairs and the published optimizers over time; below, all drifts at the end."""
     import matplotlib
@@ -441,7 +428,7 @@ def draw(record: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help="nothing is recorded of fewer than 2000")
     parser.add_argument("--pairs-only", action="store_true", help="leave out the formats of one moment alone")
     arguments = parser.parse_args()
     chosen = PAIRS if arguments.pairs_only else candidates()
@@ -456,16 +443,18 @@ def main() -> None:
     worse = {dtype: verdict(results, name) for dtype, name in names.items()}
     for dtype, found in worse.items():
         print(dtype, "is worse than torchao or bitsandbytes in", found or "nothing")
+    if arguments.steps < 2000:
+        return
     for row in results:
         for name, outcome in row["candidates"].items():
             curves = outcome.pop("curves")
             if name in (*names.values(), *PUBLISHED):
                 outcome["curves"] = {metric: curve[1::2] for metric, curve in curves.items()}
     record = {
-        "study": "8-bit moments of AdamW against float64",
-        "command": f"python scripts/quantisers.py --steps {arguments.steps}" + " --pairs-only" * arguments.pairs_only,
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {name: version(name) for name in ("torch", "torchao", "bitsandbytes")},
+        **description(
+            "8-bit moments of AdamW against float64",
+            f"python scripts/quantisers.py --steps {arguments.steps}" + " --pairs-only" * arguments.pairs_only,
+        ),
         "steps": arguments.steps,
         "elements": ROWS * BLOCK,
         "scenarios": SCENARIOS,
@@ -479,8 +468,7 @@ def main() -> None:
         "worse_than_published": worse,
         "results": significant(results),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"') + "\n")
+    save(record, RECORD, "scenario")
     draw(record)
 
 

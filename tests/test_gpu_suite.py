@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -10,25 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_suite as suite
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
 EXACT = ("adamw", "resident", "stream", "host")
 """Cases that run torch's own AdamW in some way; the 8-bit ones round."""
-
-
-@pytest.fixture(scope="module")
-def suite() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "scripts" / "gpu_suite.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_suite"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,23 +25,23 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "gpu_suite.json"
 
 
-def run(suite: ModuleType, output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+def run(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     settings = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--steps", "2", "--output", str(output)]
     code = suite.main([*settings, *arguments])
     return code, json.loads(output.read_text())
 
 
-def results_of(suite: ModuleType, case: Any, tokens: list[int], steps: int = 3) -> list[dict[str, Any]]:
+def results_of(case: Any, tokens: list[int], steps: int = 3) -> list[dict[str, Any]]:
     return list(suite.run_case(case, suite.Job(case.name, device="cpu", model="tiny", tokens=tokens, steps=steps)))
 
 
-def test_every_case_trains_the_same_model(suite: ModuleType, threaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_trains_the_same_model(threaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays the device, so that all schedules run; a case that loses updates has another loss."""
     monkeypatch.setattr(suite, "LR", 1e-2)
     losses, needing = {}, []
     with torch.compiler.set_stance("force_eager"):
         for case in suite.cases():
-            (result,) = results_of(suite, case, [16])
+            (result,) = results_of(case, [16])
             if result["status"] == "needs a GPU":
                 needing.append(case.name)
                 continue
@@ -74,7 +63,7 @@ def test_every_case_trains_the_same_model(suite: ModuleType, threaded: Any, monk
     assert all(name.startswith(("torchao-offload", "bnb-paged")) for name in needing) and len(needing) == 4
 
 
-def test_link_bytes_are_those_of_the_table_in_the_design(suite: ModuleType, threaded: Any) -> None:
+def test_link_bytes_are_those_of_the_table_in_the_design(threaded: Any) -> None:
     by_name = {case.name: case for case in suite.cases()}
     with torch.device("meta"):
         count = sum(p.numel() for p in suite.Llama(suite.SHAPES["tiny"]).parameters())
@@ -88,19 +77,19 @@ def test_link_bytes_are_those_of_the_table_in_the_design(suite: ModuleType, thre
         "packed-stream-offload-gradients+model": packed + 2,
     }
     for name, per_parameter in expected.items():
-        (result,) = results_of(suite, by_name[name], [16], steps=1)
+        (result,) = results_of(by_name[name], [16], steps=1)
         # Scales are rounded up to whole ones for each tensor.
         exact = pytest.approx(per_parameter * count, rel=0.01 if "packed" in name else 0.0)
         assert result["link_bytes"] == {"down": exact, "up": exact}, name
 
 
-def test_llama_2_7b_has_its_number_of_parameters(suite: ModuleType) -> None:
+def test_llama_2_7b_has_its_number_of_parameters() -> None:
     with torch.device("meta"):
         model = suite.Llama(suite.SHAPES["7b"])
     assert sum(p.numel() for p in model.parameters()) == 6_738_415_616
 
 
-def test_the_loss_is_that_of_the_whole_batch(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_that_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "LOSS_CHUNK", 5)
     model = suite.make_model(suite.SHAPES["tiny"], "cpu").float()
     ids, targets = suite.batch_of(16, 256, "cpu")
@@ -112,7 +101,7 @@ def test_the_loss_is_that_of_the_whole_batch(suite: ModuleType, monkeypatch: pyt
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_token_sees_only_those_before_it(suite: ModuleType) -> None:
+def test_a_token_sees_only_those_before_it() -> None:
     model = suite.make_model(suite.SHAPES["tiny"], "cpu").float()
     hidden: list[torch.Tensor] = []
     model.norm.register_forward_hook(lambda *args: hidden.append(args[-1]))
@@ -125,10 +114,8 @@ def test_a_token_sees_only_those_before_it(suite: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_records_each_case_and_goes_on_where_it_ended(
-    suite: ModuleType, output: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, content = run(suite, output, "--only", "none|stream-in-backward[+]model", "--tokens", "32", "16")
+def test_records_each_case_and_goes_on_where_it_ended(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, content = run(output, "--only", "none|stream-in-backward[+]model", "--tokens", "32", "16")
     assert code == 0
     results = content["results"]
     cases = ["none", "stream-in-backward+model"]
@@ -138,7 +125,7 @@ def test_records_each_case_and_goes_on_where_it_ended(
     assert {"date", "command", "commit", "environment", "rates", "left_out"} <= set(first)
     assert first["environment"]["torch"] == torch.__version__
 
-    code, content = run(suite, output, "--only", "none|adamw", "--tokens", "16")
+    code, content = run(output, "--only", "none|adamw", "--tokens", "16")
     assert code == 0 and content["results"][:4] == results and len(content["runs"]) == 2
     (added,) = content["results"][4:]
     assert (added["case"], added["tokens"], added["run"]) == ("adamw", 16, 1)
@@ -147,13 +134,13 @@ def test_records_each_case_and_goes_on_where_it_ended(
     assert len(capsys.readouterr().out.splitlines()) == 2 + 5
 
 
-def test_a_trace_has_the_steps(suite: ModuleType, output: Path) -> None:
-    code, content = run(suite, output, "--trace", "host+model", "--tokens", "16")
+def test_a_trace_has_the_steps(output: Path) -> None:
+    code, content = run(output, "--trace", "host+model", "--tokens", "16")
     path = Path(content["results"][0]["trace"])
     assert code == 0 and path.parent == output.parent and path.stat().st_size > 1000
 
 
-def test_a_case_that_does_not_fit_is_a_result(suite: ModuleType) -> None:
+def test_a_case_that_does_not_fit_is_a_result() -> None:
     def too_large(model: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
@@ -168,7 +155,7 @@ def test_a_case_that_does_not_fit_is_a_result(suite: ModuleType) -> None:
         raise ValueError("no")
 
     def statuses(build: Any) -> list[tuple[int, str]]:
-        return [(r["tokens"], r["status"]) for r in results_of(suite, suite.Case("a", build), [16, 32])]
+        return [(r["tokens"], r["status"]) for r in results_of(suite.Case("a", build), [16, 32])]
 
     assert statuses(too_large) == [(16, "out of memory"), (32, "out of memory")]
     assert statuses(lambda model: Large(model.parameters())) == [(16, "out of memory"), (32, "out of memory")]
@@ -176,19 +163,17 @@ def test_a_case_that_does_not_fit_is_a_result(suite: ModuleType) -> None:
     assert statuses(broken) == [(16, "error"), (32, "error")]
 
 
-def test_a_loss_that_is_not_a_number_is_an_error(suite: ModuleType) -> None:
+def test_a_loss_that_is_not_a_number_is_an_error() -> None:
     def build(model: Any) -> Any:
         with torch.no_grad():
             model.norm.weight.fill_(float("nan"))
         return None
 
-    (result,) = results_of(suite, suite.Case("a", build), [16])
+    (result,) = results_of(suite.Case("a", build), [16])
     assert result["status"] == "error" and "loss is nan" in result["error"]
 
 
-def test_a_process_that_dies_or_overruns_is_recorded(
-    suite: ModuleType, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_or_overruns_is_recorded(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results from before its end are kept; after a death the next case runs, after the budget nothing does."""
     result = suite.MARK + json.dumps({"tokens": 16, "status": "needs a GPU"})
     rates = {"environment": {"cpu": "a"}, "rates": {"each_of_both": 1.0}}
@@ -231,7 +216,7 @@ def test_a_process_that_dies_or_overruns_is_recorded(
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], strftime=time.strftime)
     monkeypatch.setattr(suite, "time", clock)
     arguments = ["--only", "none|adamw|stream", "--tokens", "16", "32", "--budget-seconds", "1000"]
-    code, content = run(suite, output, *arguments)
+    code, content = run(output, *arguments)
     assert code == 1
     died = content["results"][1]
     assert died["status"] == "ended with status -6" and "so it is" in died["error"]
@@ -241,7 +226,7 @@ def test_a_process_that_dies_or_overruns_is_recorded(
 
     # What ended badly is tried again, and its new result takes the place of the old one.
     programs["none"] = f"print({result.replace('16', '32')!r})"
-    code, content = run(suite, output, "--only", "none", "--tokens", "16", "32")
+    code, content = run(output, "--only", "none", "--tokens", "16", "32")
     assert code == 0 and [(r["case"], r["tokens"], r["status"]) for r in content["results"]] == [
         ("none", 16, "needs a GPU"),
         ("adamw", 16, "needs a GPU"),
@@ -249,11 +234,11 @@ def test_a_process_that_dies_or_overruns_is_recorded(
     ]
 
 
-def test_the_sanitizer_run_is_recorded(suite: ModuleType, output: Path) -> None:
+def test_the_sanitizer_run_is_recorded(output: Path) -> None:
     """Without an accelerator every selected test is skipped; with one this is what --sanitize is for."""
     if torch.accelerator.is_available():
         pytest.skip("would run the accelerator tests within the tests")
-    code, content = run(suite, output, "--sanitize")
+    code, content = run(output, "--sanitize")
     (entry,) = content["sanitizer"]
     assert code == 0 and entry["status"] == 0
     assert "skipped" in entry["summary"] and "failed" not in entry["summary"]
@@ -268,7 +253,7 @@ def test_the_sanitizer_run_is_recorded(suite: ModuleType, output: Path) -> None:
     ],
 )
 def test_says_what_is_wrong_with_its_arguments(
-    suite: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
         suite.main(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import hatch_build
 import offload
 
 hatchling_sdist = pytest.importorskip("hatchling.builders.sdist", reason="the build backend: pip install -e .[dev]")
@@ -47,16 +47,9 @@ def files(*patterns: str) -> set[str]:
     }
 
 
-def hatch_build():
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def has_compiler() -> bool:
     try:
-        return bool(hatch_build().compiler())
+        return bool(hatch_build.compiler())
     except RuntimeError:
         return False
 
@@ -74,7 +67,7 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_a_wheel_holds_the_package_with_recipes_and_configs_inside(wheel):
-    assert wheel.name == wheel_name(hatch_build().platform_tag() if has_compiler() else "any")
+    assert wheel.name == wheel_name(hatch_build.platform_tag() if has_compiler() else "any")
     moved = {f"offload/{name}" for name in files("recipes/**/*", "configs/**/*")}
     assert any(name.startswith("offload/configs/") for name in moved)
     assert names(wheel) == files("offload/**/*") | moved | {"tune_offload.pth"}
@@ -119,7 +112,7 @@ def test_a_wheel_brings_the_cpu_kernel(wheel):
         (metadata,) = (name for name in archive.namelist() if name.endswith("/WHEEL"))
         lines = archive.read(metadata).decode().splitlines()
     assert "Root-Is-Purelib: false" in lines
-    assert f"Tag: py3-none-{hatch_build().platform_tag()}" in lines
+    assert f"Tag: py3-none-{hatch_build.platform_tag()}" in lines
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"], ids=["missing", "failing"])

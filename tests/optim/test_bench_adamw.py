@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import bench_adamw as bench
 import pytest
 import torch
 
 import hatch_build
 from offload.optim.formats import MASTERS, STATE_DTYPES
-
-ROOT = Path(__file__).parents[2]
 
 PARAM_BYTES = {"fp32": 3 * 4, "none": 3 * 2, "stochastic": 3 * 2, "split": 3 * 2 + 2 * 2}
 """The parameter and the remainder are read and written, the gradient is read."""
@@ -24,18 +21,8 @@ PARAM_BYTES = {"fp32": 3 * 4, "none": 3 * 2, "stochastic": 3 * 2, "split": 3 * 2
 STATE_BYTES = {"fp32": 16.0, "bf16": 8.0, "int8": 4 + 16 / 256, "fp8": 4 + 16 / 256}
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_adamw", ROOT / "scripts" / "bench_adamw.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_adamw"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(autouse=True)
-def settings(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what the script sets is taken back
     monkeypatch.setattr(bench, "PACE_ELEMENTS", 1 << 10)
     monkeypatch.setattr(bench, "PACE_SECONDS", 1e-4)
@@ -50,7 +37,7 @@ def has_compiler() -> None:
         pytest.skip(str(error))
 
 
-def run(bench: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
     output = folder / "results" / "adamw.json"
     threads = ["--threads", str(torch.get_num_threads())]
     size = ["--device", "cpu", "--params", "10000", "--rounds", "2", "--steps", "2", "--patience", "0"]
@@ -60,9 +47,9 @@ def run(bench: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_format_is_measured_beside_its_probe_and_torch(
-    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = run(bench, tmp_path, "--only", "offload (fp32|bf16).*|torch (fused|cast.fused.cast|foreach)[^0-9]* .*")
+    record = run(tmp_path, "--only", "offload (fp32|bf16).*|torch (fused|cast.fused.cast|foreach)[^0-9]* .*")
     rows = {row["name"]: row for row in record["contenders"]}
     ours = {(row["parameter"], row["master"], row["moments"]) for row in rows.values() if row["optimizer"] == "offload"}
     bf16 = {("bf16", master, state_dtype) for master in MASTERS for state_dtype in STATE_DTYPES}
@@ -87,7 +74,7 @@ def test_every_format_is_measured_beside_its_probe_and_torch(
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 70000])
-def test_the_probe_reaches_every_byte_and_puts_it_back(bench: ModuleType, has_compiler: None, numel: int) -> None:
+def test_the_probe_reaches_every_byte_and_puts_it_back(has_compiler: None, numel: int) -> None:
     blocks = -(-numel // 256)
     arrays = [
         (torch.randn(numel).bfloat16(), True),
@@ -114,11 +101,9 @@ def test_the_probe_reaches_every_byte_and_puts_it_back(bench: ModuleType, has_co
         assert torch.equal(values.view(torch.uint8), old)
 
 
-def test_without_a_compiler_the_probe_is_torch_and_says_so(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_probe_is_torch_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    record = run(bench, tmp_path, "--only", "offload bf16 split .*")
+    record = run(tmp_path, "--only", "offload bf16 split .*")
     assert "no-such-compiler" in record["probe"]
     assert all(row["of_probe"] > 0 for row in record["contenders"]) and len(record["contenders"]) == 4
     # It reads and writes the two that are written, and that twice; a pass reads the third too.
@@ -128,7 +113,7 @@ def test_without_a_compiler_the_probe_is_torch_and_says_so(
 
 
 def test_a_peer_that_does_not_run_is_reported(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everyone = bench.contenders
 
@@ -137,7 +122,7 @@ def test_a_peer_that_does_not_run_is_reported(
         yield from everyone(memory)
 
     monkeypatch.setattr(bench, "contenders", with_a_stranger)
-    record = run(bench, tmp_path, "--only", "stranger .*|offload bf16 none bf16")
+    record = run(tmp_path, "--only", "stranger .*|offload bf16 none bf16")
     assert "no_such_package" in record["failures"]["stranger bf16 none bf16"]
     assert [row["name"] for row in record["contenders"]] == ["offload bf16 none bf16"]
     assert "stranger bf16 none bf16: did not run" in capsys.readouterr().out
@@ -156,9 +141,7 @@ class Rates:
         return next(self.after)
 
 
-def with_rates(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, before: list[float], after: list[float]
-) -> dict[str, Any]:
+def with_rates(monkeypatch: pytest.MonkeyPatch, before: list[float], after: list[float]) -> dict[str, Any]:
     """Three rounds of one contender, whose n-th turn takes n seconds."""
     monkeypatch.setattr(bench, "STEADY", 0.8)
     monkeypatch.setattr(bench, "Pace", lambda *_: Rates(before, after))
@@ -169,24 +152,22 @@ def with_rates(
     return bench.measure("cpu", 1000, rounds=3, steps=1)
 
 
-def test_turns_count_where_the_memory_was_steady_before_and_after(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_count_where_the_memory_was_steady_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     # Turns 1, 4 and 5; then there are enough.
-    result = with_rates(bench, monkeypatch, before=[90, 70, 90, 80, 90], after=[90, 90, 79, 80, 90])
+    result = with_rates(monkeypatch, before=[90, 70, 90, 80, 90], after=[90, 90, 79, 80, 90])
     assert result["contenders"][0]["seconds"] == {"median": 4, "min": 1, "max": 5}
     assert result["memory"]["counting"] == {"turns": 3, "gb_per_second": 90}
     assert result["memory"]["others"]["turns"] == 2 and not result["memory"]["without_turns_that_count"]
 
 
-def test_without_a_turn_that_counts_all_are_shown_and_named(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = with_rates(bench, monkeypatch, before=[50] * 6, after=[90] * 6)
+def test_without_a_turn_that_counts_all_are_shown_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = with_rates(monkeypatch, before=[50] * 6, after=[90] * 6)
     assert result["contenders"][0]["seconds"] == {"median": 3.5, "min": 1, "max": 6}
     assert result["memory"]["without_turns_that_count"] == ["ours"]
     assert "all turns count, because the memory was slower in each: ours" in bench.table(result)
 
 
-def test_a_turn_waits_for_the_memory_until_patience_ends(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_waits_for_the_memory_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "STEADY", 0.8)
     monkeypatch.setattr(bench, "PACE_SECONDS", 1.0)
     clock, rates = iter(range(1000)), iter([100, 50, 50, 90, 50, 50, 50, 50])
@@ -200,7 +181,7 @@ def test_a_turn_waits_for_the_memory_until_patience_ends(bench: ModuleType, monk
     assert pace.settle() == 50, "the last one is not waited for"
 
 
-def test_idle_loops_end_with_the_run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_loops_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     started, popen = [], subprocess.Popen
 
     def start(*arguments: Any) -> Any:
@@ -215,10 +196,10 @@ def test_idle_loops_end_with_the_run(bench: ModuleType, monkeypatch: pytest.Monk
     assert all(loop.poll() is not None for loop in started)
 
 
-def test_small_cases(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "MANY", (5, 1024))
     monkeypatch.setattr(bench, "SMALL_CALLS", 3)
-    record = run(bench, tmp_path, "--only", ".*(tensors|small).*")
+    record = run(tmp_path, "--only", ".*(tensors|small).*")
     assert len(record["contenders"]) == 7 and record["failures"] == {}
     measured = {claim["claim"] for claim in record["claims"] if claim["measured"] is not None}
     assert measured == {
@@ -228,18 +209,18 @@ def test_small_cases(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
     }
 
 
-def test_claims_hold_from_their_bound_on(bench: ModuleType) -> None:
+def test_claims_hold_from_their_bound_on() -> None:
     assert [bench.at_least(2.0, "", value)["holds"] for value in (1.99, 2.0, None)] == [False, True, None]
     assert [bench.at_most(10.0, "", value)["holds"] for value in (10.0, 10.1, None)] == [True, False, None]
 
 
-def test_shapes_are_the_llamas_until_there_are_enough_elements(bench: ModuleType) -> None:
+def test_shapes_are_the_llamas_until_there_are_enough_elements() -> None:
     assert list(bench.shapes_of(202_383_360)) == bench.LAYER
     assert list(bench.shapes_of(202_383_361))[-1] == (1,)
     assert list(bench.shapes_of(5000)) == [(4096,), (1, 4096)]
 
 
-def test_the_readme_has_the_recorded_table(bench: ModuleType) -> None:
+def test_the_readme_has_the_recorded_table() -> None:
     record = json.loads(bench.RECORDED.read_text(encoding="utf-8"))
     rows = bench.readme_table(record)
     assert rows.count("\n") >= 12

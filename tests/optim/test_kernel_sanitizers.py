@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import hatch_build
+
 DRIVER = Path(__file__).with_name("kernel_sanitizers.c")
 
 SANITIZERS = {
@@ -18,23 +17,15 @@ SANITIZERS = {
 }
 
 
-def load_build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def sanitizer_flags(name: str) -> list[str]:
     return [*SANITIZERS[name], "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
 
 
-def build(build_module: ModuleType, name: str, folder: Path) -> Path:
+def build(name: str, folder: Path) -> Path:
     """The driver with the kernel in it; skips where the compiler has no such sanitizer."""
     try:
-        command = build_module.compiler()
-    except build_module.NoCompiler as error:
+        command = hatch_build.compiler()
+    except hatch_build.NoCompiler as error:
         pytest.skip(str(error))
     trivial = folder / "trivial.c"
     trivial.write_text("int main(void) { return 0; }\n")
@@ -42,14 +33,14 @@ def build(build_module: ModuleType, name: str, folder: Path) -> Path:
     if subprocess.run(can_build, capture_output=True).returncode or subprocess.run([folder / "trivial"]).returncode:
         pytest.skip(f"{command[0]} has no sanitizers here")
     program = folder / "kernel_sanitizers"
-    flags = [*build_module.FLAGS, *sanitizer_flags(name), f"-I{build_module.KERNELS}"]
-    build_module.compile_library(program, flags, (str(DRIVER),))
+    flags = [*hatch_build.FLAGS, *sanitizer_flags(name), f"-I{hatch_build.KERNELS}"]
+    hatch_build.compile_library(program, flags, (str(DRIVER),))
     return program
 
 
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_every_loop_under_a_sanitizer(name, tmp_path):
-    program = build(load_build(), name, tmp_path)
+    program = build(name, tmp_path)
     done = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("abi ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import adamw_numerics
 import pytest
 import torch
 from torch import Tensor
@@ -24,12 +24,8 @@ SMALL = {"ROWS": 16, "ELEMENTS": 4096}
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("adamw_numerics", ROOT / "scripts" / "adamw_numerics.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    vars(module).update(SMALL)
-    return module
+    vars(adamw_numerics).update(SMALL)
+    return adamw_numerics
 
 
 COMPARE = """

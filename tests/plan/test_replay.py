@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import timelines
 import torch
 
 from offload.engine.pipeline import Pipeline
@@ -93,21 +92,12 @@ def test_torchaos_schedule_updates_in_order_of_arrival() -> None:
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("timelines_under_test", ROOT / "scripts" / "timelines.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def record() -> Any:
+    return json.loads(timelines.RECORD.read_text())
 
 
-@pytest.fixture(scope="module")
-def record(script: ModuleType) -> Any:
-    return json.loads(script.RECORD.read_text())
-
-
-def test_the_readme_has_the_recorded_table(script: ModuleType, record: Any) -> None:
-    assert script.BEGIN + script.table(record) + script.END in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readme_has_the_recorded_table(record: Any) -> None:
+    assert timelines.BEGIN + timelines.table(record) + timelines.END in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_recorded_schedules_are_close_to_what_the_machine_can_do(record: Any) -> None:
@@ -120,9 +110,9 @@ def test_recorded_schedules_are_close_to_what_the_machine_can_do(record: Any) ->
         assert row["step_ms"] <= limit * row["bound_ms"], row
 
 
-def test_one_recorded_row_is_what_the_engine_does_now(script: ModuleType, record: Any) -> None:
-    load = script.dataclasses.replace(script.LLAMA2_7B, tokens=4096)
+def test_one_recorded_row_is_what_the_engine_does_now(record: Any) -> None:
+    load = timelines.dataclasses.replace(timelines.LLAMA2_7B, tokens=4096)
     name = "`stream`, in backward"
-    result = script.SCHEDULES[name](script.MACHINES["h200"], load)
+    result = timelines.SCHEDULES[name](timelines.MACHINES["h200"], load)
     (row,) = [r for r in record["rows"] if (r["machine"], r["tokens"], r["schedule"]) == ("h200", 4096, name)]
     assert result.step * 1e3 == pytest.approx(row["step_ms"], rel=0.01)

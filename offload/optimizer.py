@@ -154,7 +154,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if strategy != "resident":
             base_kwargs = _with_fused(base_class, groups, base_kwargs)
         if strategy == "stream" and offload_states != ".*":
-            self._check_patterns(placement, base_class, base_kwargs)
+            _check_patterns(placement, base_class, base_kwargs, groups, self._paths)
 
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         step = PartialStep(self.base_optimizer)
@@ -232,14 +232,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "
                 "per_parameter = True, else use strategy=host with update_in_backward=False"
             )
-
-    def _check_patterns(
-        self, placement: Placement, base_class: type[torch.optim.Optimizer], kwargs: dict[str, Any]
-    ) -> None:
-        params = list(self._paths)
-        names = state_names(base_class, kwargs, [p for p in params if isinstance(p, nn.Parameter)])
-        if names is not None:
-            placement.check(f"{state}/{path}" for p, path in self._paths.items() for state in names[p.dim(), p.dtype])
 
     def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
         if self.strategy == "resident":
@@ -693,6 +685,26 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 def _tensors(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     entries = [entry for group in groups for entry in group["params"]]
     return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def _check_patterns(
+    placement: Placement,
+    base_class: type[torch.optim.Optimizer],
+    kwargs: dict[str, Any],
+    groups: list[dict[str, Any]],
+    names: Mapping[Tensor, str],
+) -> None:
+    """Refuse patterns that match no state, where the states can be known; ``names`` are those in state paths."""
+    paths: list[str] = []
+    for group in groups:
+        params = _tensors([group])
+        states = state_names(
+            base_class, kwargs, params, {key: value for key, value in group.items() if key != "params"}
+        )
+        if states is None:
+            return
+        paths += [f"{state}/{names[p]}" for p in params for state in states[p.dim(), p.dtype]]
+    placement.check(paths)
 
 
 def _with_fused(

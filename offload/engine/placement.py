@@ -81,19 +81,23 @@ def _rule(entry: Any, where: str) -> tuple[re.Pattern[str], str]:
 
 
 def state_names(
-    base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], params: Iterable[nn.Parameter]
+    base_class: type[torch.optim.Optimizer],
+    kwargs: Mapping[str, Any],
+    params: Iterable[nn.Parameter],
+    options: Mapping[str, Any] | None = None,
 ) -> dict[tuple[int, torch.dtype], list[str]] | None:
     """Names of the tensors that a base optimizer keeps for a parameter, by its number of dimensions and dtype.
 
-    Found by one step on small parameters; None where the class does not run on them (a kernel for another
-    device), so that nothing can be said before the first real step.
+    ``options`` are those of the parameters' group, which may decide what is kept. Found by one step on small
+    parameters; None where the class does not run on them (a kernel for another device), so that nothing can be said
+    before the first real step.
     """
     names = {}
     for dim, dtype in {(param.dim(), param.dtype) for param in params}:
         probe = nn.Parameter(torch.zeros((2,) * dim, dtype=dtype))
         probe.grad = torch.zeros_like(probe)
         try:
-            base = base_class([probe], **kwargs)
+            base = base_class([{**(options or {}), "params": [probe]}], **kwargs)
             base.step()
         except Exception:
             return None

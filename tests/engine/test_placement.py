@@ -151,6 +151,23 @@ def test_state_names_of_the_packed_adamw() -> None:
     }
 
 
+def test_a_group_of_another_format_has_its_own_states(simulated: Any) -> None:
+    """Only the second group has scales, which only the group itself says."""
+    first, second = model().bfloat16(), model().bfloat16()
+    groups = [
+        {"params": [(f"first.{name}", param) for name, param in first.named_parameters()]},
+        {"params": [(f"second.{name}", param) for name, param in second.named_parameters()], "state_dtype": "int8"},
+    ]
+
+    def build(pattern: str) -> OffloadOptimizer:
+        kinds: dict[str, Any] = {"optimizer_class": "offload.optim.AdamW", "state_dtype": "bf16"}
+        return OffloadOptimizer(groups, strategy="stream", offload_states=[".*", rule(pattern, "device")], **kinds)
+
+    build("exp_avg_scale/second.0.weight")
+    with pytest.raises(UserError, match="'exp_avg_scale/first.0.weight' matches no state"):
+        build("exp_avg_scale/first.0.weight")
+
+
 def test_an_optimizer_that_does_not_run_here_has_no_known_names() -> None:
     class Elsewhere(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

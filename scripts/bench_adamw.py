@@ -155,8 +155,6 @@ PROBE = r"""
 #include <stdatomic.h>
 #include "adamw.h"
 
-#define CHUNK_BLOCKS 256 /* blocks that a thread takes at a time, as in the kernel */
-
 /* An array of one tensor, of which a block of the tensor has block_bytes. */
 struct array { int64_t data, nbytes, block_bytes, is_written; };
 
@@ -165,7 +163,7 @@ struct job {
     const int64_t *blocks;      /* [tensors] */
     int64_t tensors, width;
     uint8_t addend;
-    atomic_int_least64_t next;
+    struct ranges ranges; /* of blocks, over all tensors, as in the kernel */
     atomic_uchar read;
 };
 
@@ -187,18 +185,14 @@ static void work(void *argument)
 {
     struct job *job = argument;
     uint8_t read = 0;
-    int64_t t = 0, first = 0; /* the tensor, and its first chunk's number */
-    for (;;) {
-        const int64_t chunk = atomic_fetch_add(&job->next, 1);
-        while (t < job->tensors && chunk >= first + (job->blocks[t] + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS)
-            first += (job->blocks[t++] + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
-        if (t == job->tensors)
-            break;
-        const int64_t begin = (chunk - first) * CHUNK_BLOCKS;
-        const int64_t end = job->blocks[t] - begin < CHUNK_BLOCKS ? job->blocks[t] : begin + CHUNK_BLOCKS;
-        for (int64_t block = begin; block < end; block++)
+    int64_t t = 0, first = 0; /* the tensor, and its first block's number */
+    int64_t block, end;
+    while (offload_take_range(&job->ranges, &block, &end))
+        for (; block < end; block++) {
+            while (block >= first + job->blocks[t])
+                first += job->blocks[t++];
             for (const struct array *a = job->arrays + t * job->width; a < job->arrays + (t + 1) * job->width; a++) {
-                const int64_t offset = block * a->block_bytes, left = a->nbytes - offset;
+                const int64_t offset = (block - first) * a->block_bytes, left = a->nbytes - offset;
                 const int64_t nbytes = left < a->block_bytes ? left : a->block_bytes;
                 if (a->is_written)
                     add((uint8_t *)a->data + offset, nbytes, job->addend);
@@ -212,7 +206,9 @@ static void work(void *argument)
 __attribute__((visibility("default"))) int probe(const struct array *arrays, const int64_t *blocks, int64_t tensors,
                                                  int64_t width, int32_t threads, int32_t addend)
 {
-    struct job job = {arrays, blocks, tensors, width, .addend = (uint8_t)addend};
+    struct job job = {arrays, blocks, tensors, width, .addend = (uint8_t)addend, .ranges = {.threads = threads}};
+    for (int64_t t = 0; t < tensors; t++)
+        job.ranges.blocks += blocks[t];
     offload_pool_run(threads, work, &job);
     return job.read;
 }

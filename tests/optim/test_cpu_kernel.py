@@ -27,7 +27,7 @@ from offload.optim.formats import (
     state_spec,
 )
 
-CHUNK = 1 << 16
+SHORTEST, LONGEST = 1 << 16, 1 << 20
 """Elements that a thread of the kernel takes at a time."""
 
 KINDS = [Kind(param, state, coupled) for param in PARAM_KINDS for state in STATE_DTYPES for coupled in (False, True)]
@@ -180,11 +180,18 @@ def test_tensors_at_any_address(kind, offset):
 @needs_kernel
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("state", STATE_DTYPES)
-def test_any_number_of_threads_over_the_boundaries_of_chunks(state, threads):
+def test_any_number_of_threads_over_the_boundaries_of_ranges(state, threads):
     kinds = [Kind(param, state, False) for param in ("fp32", "stochastic", "split")]
-    sizes = (CHUNK - 1, 0, CHUNK, CHUNK + 1, 7, 2 * CHUNK + 300)
+    sizes = (SHORTEST - 1, 0, SHORTEST, SHORTEST + 1, 7, 2 * SHORTEST + 300)
     items = [make(kinds[i % 3], n, start=BLOCK * i, seed=i) for i, n in enumerate(sizes)]
     check(items, steps=2, threads=threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ranges_that_are_as_long_as_they_get(threads):
+    kind = Kind("stochastic", "bf16", False)
+    check([make(kind, n, seed=n) for n in (5, 2 * threads * LONGEST + 77)], steps=1, threads=threads)
 
 
 @needs_kernel
@@ -291,7 +298,7 @@ def test_the_nan_of_a_gpu_stays_one(param):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_caller_that_flushes_subnormals_gets_the_same_bits(threads):
     kinds = [Kind("fp32", "fp32", False), Kind("nearest", "bf16", False), Kind("split", "fp8", True)]
-    items = [make(kind, CHUNK, decades=60) for kind in kinds]
+    items = [make(kind, SHORTEST, decades=60) for kind in kinds]
     for item in items:
         item.grad.zero_()  # what was subnormal remains so
     expected = clone(items)
@@ -310,7 +317,7 @@ def test_a_caller_that_flushes_subnormals_gets_the_same_bits(threads):
 @needs_kernel
 def test_several_python_threads_call_at_once():
     kind = Kind("stochastic", "bf16", False)
-    items = [make(kind, 5 * CHUNK + 11 * i, seed=i) for i in range(4)]
+    items = [make(kind, 5 * SHORTEST + 11 * i, seed=i) for i in range(4)]
     expected = clone(items)
     for _ in range(10):
         cpu.update(expected, threads=1)
@@ -344,8 +351,8 @@ def test_a_forked_child_has_threads_of_its_own():
 import os
 from offload.optim import cpu
 from offload.optim.formats import Kind
-from tests.optim.test_cpu_kernel import CHUNK, assert_same, clone, make
-items = [make(Kind("split", "bf16", False), 8 * CHUNK)]
+from tests.optim.test_cpu_kernel import SHORTEST, assert_same, clone, make
+items = [make(Kind("split", "bf16", False), 8 * SHORTEST)]
 first = clone(items)
 cpu.update(first, threads=3)
 child = os.fork()

@@ -30,11 +30,16 @@ FAULTS = {
     ),
     "scale of the wrong block": ("kernels/adamw.c", "b.v_scale++;", ""),
     "v's clamp removed": ("kernels/adamw.c", "code < 1 ? 1 :", "code < 0 ? 0 :"),
-    "same random bits for neighbours": ("kernels/adamw.c", "odd, random & 0xffff, random >> 16", "odd, random, random"),
+    "same random bits for neighbours": (
+        "kernels/adamw.c",
+        "odd, random.even, random.odd",
+        "odd, random.odd, random.odd",
+    ),
     "start of a range ignored": ("kernels/adamw.c", "(uint64_t)(t->start + begin)", "(uint64_t)begin"),
     "square of the gradient scaled once": ("kernels/adamw.c", "(c->w2 * c->gscale) * c->gscale", "c->w2 * c->gscale"),
     "codes of the next block": ("kernels/adamw.c", "&before, &waiting[(i - 1) % 2]", "&before, &waiting[i % 2]"),
     "NaN as a scale": ("kernels/adamw.c", "if (bits <= INFINITE)", "if (1)"),
+    "a range's last block left out": ("kernels/pool.c", "*end = taken + length;", "*end = taken + length - 1;"),
     "last short block left out": ("kernels/adamw.c", "if (!rest)", "if (rest < BLOCK)"),
 }
 

@@ -55,14 +55,20 @@ INLINE uint32_t as_bits(float x)
     return bits;
 }
 
-/* A 32-bit integer hash with low bias (https://github.com/skeeto/hash-prospector): formats.lowbias32. */
-INLINE uint32_t lowbias32(uint32_t x)
+/* 16 random bits for each element of a pair. */
+typedef struct {
+    uint32_t even, odd;
+} random_t;
+
+/* The halves of a 32-bit integer hash with low bias (https://github.com/skeeto/hash-prospector): formats.lowbias32. */
+INLINE random_t random_bits(uint32_t x)
 {
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
     x *= 0x846ca68bu;
-    return x ^ x >> 16;
+    const uint32_t upper = x >> 16;
+    return (random_t){(x ^ upper) & 0xffff, upper};
 }
 
 /* ---- fp32 and bf16 ---- */
@@ -100,8 +106,8 @@ INLINE void store_half_away(void *to, int j, float even, float odd)
 
 INLINE void store_stochastic(void *to, int j, float even, float odd, uint32_t pair, uint32_t key)
 {
-    uint32_t random = lowbias32((pair + (uint32_t)j) ^ key);
-    store_upper(to, j, even, odd, random & 0xffff, random >> 16);
+    const random_t random = random_bits((pair + (uint32_t)j) ^ key);
+    store_upper(to, j, even, odd, random.even, random.odd);
 }
 
 /* ---- The parameter ---- */
@@ -303,8 +309,8 @@ INLINE void update_fp32(enum param param, int coupled, const numbers_t *n, const
         /* A GPU's NaN has all bits set: rounding would carry into its sign. */
         const uint32_t bits = new.p == new.p ? as_bits(new.p) : 0x7fc00000;
         if (param == PARAM_STOCHASTIC) {
-            const uint32_t random = lowbias32((b->pair + (uint32_t)j / 2) ^ b->key_p);
-            p16[j] = (uint16_t)((bits + (random >> (j % 2 * 16) & 0xffff)) >> 16);
+            const random_t random = random_bits((b->pair + (uint32_t)j / 2) ^ b->key_p);
+            p16[j] = (uint16_t)((bits + (j % 2 ? random.odd : random.even)) >> 16);
         } else
             p16[j] = (uint16_t)((bits + 0x8000) >> 16);
         if (param == PARAM_SPLIT)

@@ -5,6 +5,7 @@
 #ifndef OFFLOAD_ADAMW_H
 #define OFFLOAD_ADAMW_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 /* Number of this interface; cpu.py refuses a library of another. */
@@ -41,6 +42,20 @@ struct constants {
 
 /* Updates elements [begin, end) of a tensor; begin is a multiple of BLOCK, end is one or the tensor's end. */
 typedef void update_range(const struct tensor *t, const struct constants *c, int64_t begin, int64_t end);
+
+/* Ranges of [0, blocks) that threads take until there are none left: long ones first, because each begins by waiting
+   for the memory, short ones at the end, so that all threads end together. */
+struct ranges {
+    int64_t blocks;
+    int32_t threads;
+    atomic_int_least64_t taken;
+};
+
+/* No range is shorter, but for the last one: about 20 microseconds of work. */
+#define SHORTEST_RANGE ((1 << 16) / BLOCK)
+
+/* Takes the next range, [*begin, *end); 0 when there is none. */
+int offload_take_range(struct ranges *ranges, int64_t *begin, int64_t *end);
 
 /* Runs work(job) on the calling thread and on up to `threads - 1` others at once; returns when all have returned.
    Another call that is under way keeps the others busy: then the caller works alone. */

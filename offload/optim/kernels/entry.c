@@ -1,6 +1,5 @@
 /* The library's functions: raw pointers and sizes, no Python and no torch. */
 #include <fenv.h>
-#include <stdatomic.h>
 #include <stddef.h>
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
@@ -11,11 +10,8 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Elements that a thread takes at a time: a multiple of BLOCK, about 20 microseconds of work. */
-#define CHUNK (1 << 16)
-
-/* A call of fewer elements is not worth waking a thread for. */
-#define SMALL_CALL (2 * CHUNK)
+/* A call of fewer blocks is not worth waking a thread for. */
+#define SMALL_CALL (2 * SHORTEST_RANGE)
 
 /* ---- Instruction sets ---- */
 
@@ -68,34 +64,32 @@ struct job {
     const struct tensor *tensors;
     const struct constants *constants;
     update_range *update;
-    int64_t chunks;
-    atomic_int_least64_t next;
+    struct ranges ranges; /* of blocks, which are numbered over all tensors */
 };
 
-static int64_t chunks_of(const struct tensor *t)
+static int64_t blocks_of(const struct tensor *t)
 {
-    return (t->numel + CHUNK - 1) / CHUNK;
+    return (t->numel + BLOCK - 1) / BLOCK;
 }
 
-/* Takes chunks, which are numbered over all tensors, until there are no more. */
 static void work(void *argument)
 {
     struct job *job = argument;
     const struct tensor *t = job->tensors;
-    int64_t first = 0; /* number of t's first chunk */
+    int64_t first = 0; /* number of t's first block */
+    int64_t begin, end;
     fenv_t before;
     fegetenv(&before);
     fesetenv(FE_DFL_ENV); /* the caller may round otherwise, or flush subnormals to zero */
-    for (;;) {
-        const int64_t chunk = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
-        if (chunk >= job->chunks)
-            break;
-        while (chunk >= first + chunks_of(t))
-            first += chunks_of(t++);
-        const int64_t begin = (chunk - first) * CHUNK;
-        const int64_t end = t->numel - begin < CHUNK ? t->numel : begin + CHUNK;
-        job->update(t, job->constants + t->constants, begin, end);
-    }
+    while (offload_take_range(&job->ranges, &begin, &end))
+        while (begin < end) {
+            while (begin >= first + blocks_of(t))
+                first += blocks_of(t++);
+            const int64_t after = first + blocks_of(t), last = end < after ? end : after;
+            const int64_t numel = last == after ? t->numel : (last - first) * BLOCK;
+            job->update(t, job->constants + t->constants, (begin - first) * BLOCK, numel);
+            begin = last;
+        }
     fesetenv(&before);
 }
 
@@ -119,18 +113,21 @@ EXPORT int64_t offload_adamw(const struct tensor *tensors, int64_t count, const 
                              int64_t rows, int32_t threads, int32_t isa)
 {
     struct job job = {.tensors = tensors, .constants = constants, .update = find_isa(isa).update};
-    int64_t numel = 0;
+    int64_t blocks = 0;
     if (!job.update)
         return -1;
     for (int64_t i = 0; i < count; i++) {
         if (!is_valid(tensors + i, rows))
             return i + 1;
-        job.chunks += chunks_of(tensors + i);
-        numel += tensors[i].numel;
+        blocks += blocks_of(tensors + i);
     }
-    if (numel < SMALL_CALL)
+    if (blocks < SMALL_CALL || threads < 1)
         threads = 1;
-    offload_pool_run(job.chunks < threads ? (int)job.chunks : threads, work, &job);
+    if (threads > blocks / SHORTEST_RANGE + 1)
+        threads = (int32_t)(blocks / SHORTEST_RANGE + 1);
+    job.ranges.blocks = blocks;
+    job.ranges.threads = threads;
+    offload_pool_run(threads, work, &job);
     return 0;
 }
 

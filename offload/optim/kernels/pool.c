@@ -9,6 +9,9 @@
 
 #include "adamw.h"
 
+/* No range is longer, so that a thread that is held up has little left to do. */
+#define LONGEST_RANGE ((1 << 20) / BLOCK)
+
 /* Looks at a counter before going to sleep; some microseconds, about what it takes to wake up. */
 #define SPINS 2000
 
@@ -79,6 +82,23 @@ static void start_threads(int wanted)
         pool.threads++;
     pthread_attr_destroy(&detached);
     pthread_sigmask(SIG_SETMASK, &before, 0);
+}
+
+int offload_take_range(struct ranges *r, int64_t *begin, int64_t *end)
+{
+    int64_t length, taken = atomic_load_explicit(&r->taken, memory_order_relaxed);
+    do {
+        const int64_t left = r->blocks - taken;
+        if (left <= 0)
+            return 0;
+        length = left / (2 * r->threads);
+        length = length < SHORTEST_RANGE ? SHORTEST_RANGE : length > LONGEST_RANGE ? LONGEST_RANGE : length;
+        length = length < left ? length : left;
+    } while (!atomic_compare_exchange_weak_explicit(&r->taken, &taken, taken + length, memory_order_relaxed,
+                                                    memory_order_relaxed));
+    *begin = taken;
+    *end = taken + length;
+    return 1;
 }
 
 void offload_pool_run(int threads, void (*work)(void *job), void *job)

@@ -11,11 +11,13 @@ are between medians of one run.
 
 probe       per format: what the memory gives. On the CPU, compiled code that adds an integer to each byte of every
             array that the format writes, and reads the gradient: in place in the very tensors that the format
-            updates, block by block like the kernel, with its compiler flags, on its team of threads. (Every other
-            pass subtracts what the one before added.) Without a C compiler, torch's in-place addition. On a GPU, a
-            copy of half as many bytes, which moves as many.
-of probe    the probe's time over the format's.
-counts      On the CPU, a turn before and after which the memory gave at least 0.8 of the run's best rate. A host moves
+            updates, block by block like the kernel, with its compiler flags, on its team of threads, which take 64 Ki
+            elements at a time. (Every other pass subtracts what the one before added.) Without a C compiler,
+            torch's in-place addition. On a GPU, a copy of half as many bytes, which moves as many.
+limit       the same in the ranges that the kernel's threads take, which change when the kernel does, while the probe
+            stays the yardstick that claims are about: the most that any code has got out of the memory here.
+of probe    the probe's time over the format's; of limit likewise.
+counts      On the CPU, a turn before and after which the memory gave at least 0.7 of the run's best rate. A host moves
             a virtual machine's cores about, mostly when they wake up: two that share one die's link to the memory get
             half of what two dies give. So an idle loop of the lowest priority keeps each of them awake, turns start by
             loading the memory until it gives that rate, and who lacks turns that count has more of them; who then has
@@ -84,13 +86,13 @@ SMALL = 4096
 SMALL_CALLS = 200
 """Per timed step: one call is too short for the clock."""
 
-STEADY = 0.8
+STEADY = 0.7
 """Of the run's best rate of the memory: what a turn needs to count."""
 
 PACE_ELEMENTS = 8 << 20
 """Of the four fp32 tensors on which that rate is measured: several times the caches, as many streams as AdamW has."""
 
-PACE_SECONDS = 0.02
+PACE_SECONDS = 0.05
 """That it is measured for."""
 
 
@@ -163,9 +165,19 @@ struct job {
     const int64_t *blocks;      /* [tensors] */
     int64_t tensors, width;
     uint8_t addend;
-    struct ranges ranges; /* of blocks, over all tensors, as in the kernel */
+    struct ranges ranges; /* of blocks, over all tensors */
+    int32_t is_in_the_kernels_ranges;
     atomic_uchar read;
 };
+
+static int take(struct job *job, int64_t *begin, int64_t *end)
+{
+    if (job->is_in_the_kernels_ranges)
+        return offload_take_range(&job->ranges, begin, end);
+    *begin = atomic_fetch_add(&job->ranges.taken, SHORTEST_RANGE);
+    *end = *begin + SHORTEST_RANGE < job->ranges.blocks ? *begin + SHORTEST_RANGE : job->ranges.blocks;
+    return *begin < *end;
+}
 
 static void add(uint8_t *data, int64_t nbytes, uint8_t addend)
 {
@@ -187,7 +199,7 @@ static void work(void *argument)
     uint8_t read = 0;
     int64_t t = 0, first = 0; /* the tensor, and its first block's number */
     int64_t block, end;
-    while (offload_take_range(&job->ranges, &block, &end))
+    while (take(job, &block, &end))
         for (; block < end; block++) {
             while (block >= first + job->blocks[t])
                 first += job->blocks[t++];
@@ -199,14 +211,16 @@ static void work(void *argument)
                 else
                     read ^= fold((uint8_t *)a->data + offset, nbytes);
             }
-    }
+        }
     atomic_fetch_xor(&job->read, read);
 }
 
 __attribute__((visibility("default"))) int probe(const struct array *arrays, const int64_t *blocks, int64_t tensors,
-                                                 int64_t width, int32_t threads, int32_t addend)
+                                                 int64_t width, int32_t threads, int32_t addend,
+                                                 int32_t is_in_the_kernels_ranges)
 {
-    struct job job = {arrays, blocks, tensors, width, .addend = (uint8_t)addend, .ranges = {.threads = threads}};
+    struct job job = {arrays, blocks, tensors, width, .addend = (uint8_t)addend, .ranges = {.threads = threads},
+                      .is_in_the_kernels_ranges = is_in_the_kernels_ranges};
     for (int64_t t = 0; t < tensors; t++)
         job.ranges.blocks += blocks[t];
     offload_pool_run(threads, work, &job);
@@ -237,7 +251,7 @@ def compile_probe() -> Any:
             raise hatch_build.NoCompiler(f"{error}{getattr(error, 'stderr', '')}") from error
         function = ctypes.CDLL(str(library)).probe
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    function.argtypes = [pointer, pointer, int64, int64, int32, int32]
+    function.argtypes = [pointer, pointer, int64, int64, int32, int32, int32]
     return function
 
 
@@ -261,13 +275,18 @@ class Probes:
         except hatch_build.NoCompiler as error:
             self.how = f"torch's in-place addition to what is written, the reading in proportion ({error})"
 
-    def of(self, tensors: Sequence[Sequence[Array]]) -> tuple[Callable[[], object], float]:
-        """A call, and to how many passes over all bytes it amounts; ``tensors`` are as for :func:`moved_bytes`."""
-        if self.device.type != "cpu":
-            return self._copy(moved_bytes(tensors) // 2), 1.0
-        return self._addition(tensors) if self._function is None else (self._compiled(tensors), 2.0)
+    def of(self, tensors: Sequence[Sequence[Array]]) -> dict[str, tuple[Callable[[], object], float]]:
+        """``probe``, and with a compiler ``limit``: a call, and to how many passes over all bytes it amounts.
 
-    def _compiled(self, tensors: Sequence[Sequence[Array]]) -> Callable[[], object]:
+        ``tensors`` are as for :func:`moved_bytes`.
+        """
+        if self.device.type != "cpu":
+            return {"probe": (self._copy(moved_bytes(tensors) // 2), 1.0)}
+        if self._function is None:
+            return {"probe": self._addition(tensors)}
+        return {"probe": (self._compiled(tensors, False), 2.0), "limit": (self._compiled(tensors, True), 2.0)}
+
+    def _compiled(self, tensors: Sequence[Sequence[Array]], in_the_kernels_ranges: bool) -> Callable[[], object]:
         function, rows, blocks = self._function, array("q"), array("q")
         for tensor in tensors:
             numel = tensor[0][0].numel()
@@ -280,7 +299,8 @@ class Probes:
             assert function is not None
             for addend in (1, -1):
                 addresses = (rows.buffer_info()[0], blocks.buffer_info()[0])
-                function(*addresses, len(blocks), len(tensors[0]), torch.get_num_threads(), addend)
+                sizes = (len(blocks), len(tensors[0]), torch.get_num_threads())
+                function(*addresses, *sizes, addend, in_the_kernels_ranges)
 
         return run
 
@@ -314,7 +334,7 @@ class Pace:
         self._call: Callable[[], object] | None = None
         if probes.device.type == "cpu":
             tensors = [[(empty((PACE_ELEMENTS,), FP32, probes.device).zero_(), True) for _ in range(4)]]
-            self._call, passes = probes.of(tensors)
+            self._call, passes = probes.of(tensors)["probe"]
             self._gigabytes = passes * moved_bytes(tensors) / 1e9
 
     def rate(self) -> float:
@@ -397,6 +417,7 @@ class Entry:
         calls: of one step: the step's time is divided by them.
         step, turns: filled in by :func:`measure`.
         least: GB/s of a turn that counts.
+        probes: of the format, by name.
     """
 
     labels: tuple[str, str, str, str]
@@ -407,7 +428,7 @@ class Entry:
     step: Callable[[], object] = lambda: None
     turns: list[Turn] = field(default_factory=list)
     least: float = 0.0
-    probe: Entry | None = None
+    probes: dict[str, Entry] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -624,12 +645,12 @@ def time_steps(entry: Entry, steps: int, device: torch.device) -> list[float]:
 
 
 def take_turn(entry: Entry, steps: int, device: torch.device, pace: Pace) -> None:
-    """Of a contender, and of its probe right after it."""
-    both = [entry] if entry.probe is None else [entry, entry.probe]
+    """Of a contender, and of its probes right after it."""
+    all_timed = [entry, *entry.probes.values()]
     before = pace.settle()
-    seconds = [time_steps(one, steps, device) for one in both]
+    seconds = [time_steps(one, steps, device) for one in all_timed]
     memory = min(before, pace.rate())
-    for one, its_seconds in zip(both, seconds, strict=True):
+    for one, its_seconds in zip(all_timed, seconds, strict=True):
         one.turns.append(Turn(memory, its_seconds))
 
 
@@ -667,17 +688,16 @@ def measure(
         entries.append(entry)
         if touched:
             entry.nbytes = moved_bytes(touched)
-            call, passes = probes.of(touched)
-            entry.probe = Entry(entry.labels, entry.build, entry.elements, passes, step=call)
+            for name, (call, passes) in probes.of(touched).items():
+                entry.probes[name] = Entry(entry.labels, entry.build, entry.elements, passes, step=call)
     pace = Pace(probes, patience)
     for extra in range(2 * rounds):
         for entry in entries:
             if extra < rounds or entry.counting(STEADY * pace.best) < rounds:
                 take_turn(entry, steps, device, pace)
     for entry in entries:
-        for one in (entry, entry.probe):
-            if one is not None:
-                one.least = STEADY * pace.best
+        for one in (entry, *entry.probes.values()):
+            one.least = STEADY * pace.best
     result = {
         "device": device_name,
         "params": sum(param.numel() for param in memory.params[BF16]),
@@ -718,11 +738,12 @@ def describe(entry: Entry) -> dict[str, Any]:
     optimizer, parameter, master, moments = entry.labels
     facts: dict[str, Any] = {"name": entry.name, "optimizer": optimizer, "parameter": parameter, "master": master}
     facts |= {"moments": moments, "params": entry.elements, **times(entry)}
-    if entry.probe is not None:
+    if entry.probes:
         facts["bytes_per_param"] = entry.nbytes / entry.elements
         facts["gb_per_second"] = entry.nbytes / entry.median / 1e9
-        facts["probe"] = times(entry.probe)
-        facts["of_probe"] = entry.probe.median / entry.median
+    for name, probe in entry.probes.items():
+        facts[name] = times(probe)
+        facts[f"of_{name}"] = probe.median / entry.median
     return facts
 
 
@@ -798,8 +819,9 @@ def at_most(bound: float, claim: str, measured: float | None) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Markdown: contenders, failures, claims."""
     rows = [
-        "| optimizer | parameter | master | moments | B/param | Mparam/s | min-max | GB/s | probe | of probe |",
-        "|" + "---|" * 10,
+        "| optimizer | parameter | master | moments | B/param | Mparam/s | min-max | GB/s "
+        "| probe | of probe | limit | of limit |",
+        "|" + "---|" * 12,
     ]
     for row in result["contenders"]:
         if row["params"] == SMALL:
@@ -808,14 +830,10 @@ def table(result: dict[str, Any]) -> str:
         cells = [row[key] for key in ("optimizer", "parameter", "master", "moments")]
         cells.append(f"{row['bytes_per_param']:.2f}" if "probe" in row else "")
         cells += [f"{row['mparam_per_second']:.0f}", f"{slowest:.0f}-{fastest:.0f}"]
-        if "probe" in row:
-            cells += [
-                f"{row['gb_per_second']:.1f}",
-                f"{row['probe']['mparam_per_second']:.0f}",
-                f"{row['of_probe']:.2f}",
-            ]
-        else:
-            cells += [""] * 3
+        cells.append(f"{row['gb_per_second']:.1f}" if "probe" in row else "")
+        for name in ("probe", "limit"):
+            found = name in row
+            cells += [f"{row[name]['mparam_per_second']:.0f}", f"{row[f'of_{name}']:.2f}"] if found else ["", ""]
         rows.append(f"| {' | '.join(cells)} |")
     rows += ["", f"probe: {result['probe']}"]
     if memory := result["memory"]:
@@ -857,7 +875,7 @@ def readme_table(record: dict[str, Any]) -> str:
     for name in re.split(r"[;\n]\s*", IN_README.strip()):
         if row := by_name.get(name):
             who = "`offload.optim`" if row["optimizer"] == "offload" else row["optimizer"]
-            limit = f"{row['of_probe']:.2f}" if "of_probe" in row else ""
+            limit = f"{row['of_limit']:.2f}" if "of_limit" in row else ""
             cells = (row["parameter"], row["master"], row["moments"], who, f"{row['mparam_per_second']:,.0f}", limit)
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -875,7 +893,7 @@ COLORS = {"offload": "tab:blue", "torch": "tab:orange", "DeepSpeedCPUAdam": "tab
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
-    """Bars of Mparam/s; black marks where a format's probe is."""
+    """Bars of Mparam/s; black marks where a format's limit is, or its probe."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -891,9 +909,9 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for y, row in enumerate(rows):
         text = f"{row['mparam_per_second']:.0f}"
         if "probe" in row:
-            limit = row["probe"]["mparam_per_second"]
-            axes.vlines(limit, y - 0.45, y + 0.45, color="black", linewidth=2)
-            text += f" ({row['of_probe']:.0%})"
+            mark = "limit" if "limit" in row else "probe"
+            axes.vlines(row[mark]["mparam_per_second"], y - 0.45, y + 0.45, color="black", linewidth=2)
+            text += f" ({row[f'of_{mark}']:.0%})"
         axes.annotate(text, (1, y), (4, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=8)
     names = [
         f"{row['optimizer']}: {row['parameter']}, master {row['master']}, moments {row['moments']}" for row in rows
@@ -902,7 +920,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("million parameters per second: median, thin line from min to max; black: the probe")
+    axes.set_xlabel("million parameters per second: median, thin line from min to max; black: the memory's limit")
     where = record["environment"]
     hardware = where.get("card") or f"{where['cpu']}, {where['cpu_threads']} threads"
     axes.set_title(f"AdamW step, {record['params'] / 1e6:.0f} M parameters in Llama shapes, {hardware}", fontsize=10)

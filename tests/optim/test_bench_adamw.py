@@ -59,8 +59,9 @@ def test_every_format_is_measured_beside_its_probe_and_torch(
     for _, master, state_dtype in ours:
         row = rows[f"offload {'fp32' if master == 'fp32' else 'bf16'} {master} {state_dtype}"]
         assert row["bytes_per_param"] == PARAM_BYTES[master] + STATE_BYTES[state_dtype]
-        probe, own = row["probe"]["seconds"]["median"], row["seconds"]["median"]
-        assert row["of_probe"] == pytest.approx(probe / own)
+        own = row["seconds"]["median"]
+        for name in ("probe", "limit"):
+            assert row[f"of_{name}"] == pytest.approx(row[name]["seconds"]["median"] / own)
         assert row["mparam_per_second"] == pytest.approx(record["params"] / own / 1e6)
     claims = {claim["claim"]: claim for claim in record["claims"]}
     faster = claims["offload bf16 none bf16: times torch fused bf16 none bf16"]
@@ -73,7 +74,7 @@ def test_every_format_is_measured_beside_its_probe_and_torch(
     assert "| offload | bf16 | split | int8 | 14.06 |" in said and "not measured" in said
 
 
-@pytest.mark.parametrize("numel", [1, 255, 256, 257, 70000])
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 70000, 200000])
 def test_the_probe_reaches_every_byte_and_puts_it_back(has_compiler: None, numel: int) -> None:
     blocks = -(-numel // 256)
     arrays = [
@@ -92,13 +93,16 @@ def test_the_probe_reaches_every_byte_and_puts_it_back(has_compiler: None, numel
         added.append([values.view(torch.uint8).clone() for values, _ in arrays])
 
     probes._function = watch
-    call, passes = probes.of([arrays])
-    call()
-    assert passes == 2 and len(added) == 2
-    for old, new, (_, is_written) in zip(before, added[0], arrays, strict=True):
-        assert torch.equal(new, old + 1 if is_written else old)
-    for old, (values, _) in zip(before, arrays, strict=True):
-        assert torch.equal(values.view(torch.uint8), old)
+    calls = probes.of([arrays])
+    assert list(calls) == ["probe", "limit"]
+    for call, passes in calls.values():
+        added.clear()
+        call()
+        assert passes == 2 and len(added) == 2
+        for old, new, (_, is_written) in zip(before, added[0], arrays, strict=True):
+            assert torch.equal(new, old + 1 if is_written else old)
+        for old, (values, _) in zip(before, arrays, strict=True):
+            assert torch.equal(values.view(torch.uint8), old)
 
 
 def test_without_a_compiler_the_probe_is_torch_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +112,9 @@ def test_without_a_compiler_the_probe_is_torch_and_says_so(tmp_path: Path, monke
     assert all(row["of_probe"] > 0 for row in record["contenders"]) and len(record["contenders"]) == 4
     # It reads and writes the two that are written, and that twice; a pass reads the third too.
     arrays = [(torch.zeros(512, dtype=torch.bfloat16), written) for written in (True, False, True)]
-    _, passes = bench.Probes(torch.device("cpu")).of([arrays])
+    calls = bench.Probes(torch.device("cpu")).of([arrays])
+    assert list(calls) == ["probe"]
+    _, passes = calls["probe"]
     assert passes == pytest.approx(2 * (2 * 2 * 2) / (2 * 2 * 2 + 2))
 
 

@@ -920,7 +920,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("million parameters per second: median, thin line from min to max; black: the memory's limit")
+    axes.set_xlabel("Mparam/s: median; thin line: from min to max; black: the memory's limit")
     where = record["environment"]
     hardware = where.get("card") or f"{where['cpu']}, {where['cpu_threads']} threads"
     axes.set_title(f"AdamW step, {record['params'] / 1e6:.0f} M parameters in Llama shapes, {hardware}", fontsize=10)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from study import RESULTS, description, save, significant
+from study import RESULTS, description, gradient_scales, save, significant
 from torch import Tensor, nn
 
 import offload.optim
@@ -59,9 +59,7 @@ def gradients(scenario: str, steps: int) -> Iterator[Tensor]:
     """bf16 gradients ``[ELEMENTS]`` of each step; a row of BLOCK elements shares a scale in every 8-bit format."""
     draw = torch.Generator().manual_seed(0)
     shape = (ROWS, BLOCK)
-    scale = 1e-3 * torch.randn(ROWS, 1, generator=draw).exp() * torch.randn(shape, generator=draw).exp()
-    if scenario == "decades":
-        scale = 10 ** (-6 * torch.rand(shape, generator=draw))
+    scale = gradient_scales(*shape, draw, scenario == "decades")
     sign = torch.randn(shape, generator=draw).sign()
     period = 100 * 10 ** (1.3 * torch.rand(shape, generator=draw))
     phase = 2 * math.pi * torch.rand(shape, generator=draw)

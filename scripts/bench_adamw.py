@@ -337,6 +337,11 @@ class Pace:
             self._call, passes = probes.of(tensors)["probe"]
             self._gigabytes = passes * moved_bytes(tensors) / 1e9
 
+    @property
+    def least(self) -> float:
+        """GB/s that a turn needs to count."""
+        return STEADY * self.best
+
     def rate(self) -> float:
         """GB/s read and written by all threads together; infinite where this is not the CPU's matter."""
         if self._call is None:
@@ -353,7 +358,7 @@ class Pace:
     def settle(self) -> float:
         """Load the memory until its rate is steady or patience ends; gives the rate."""
         began = time.perf_counter()
-        while (rate := self.rate()) < STEADY * self.best:
+        while (rate := self.rate()) < self.least:
             if time.perf_counter() - began >= self.patience:
                 break
         self.patience = max(0.0, self.patience - (time.perf_counter() - began - PACE_SECONDS))
@@ -415,6 +420,7 @@ class Entry:
         build: gives the step to be timed, and the arrays that it touches where they are known.
         elements: that a step updates.
         calls: of one step: the step's time is divided by them.
+        nbytes: that a step reads and writes, where the arrays are known.
         step, turns: filled in by :func:`measure`.
         least: GB/s of a turn that counts.
         probes: of the format, by name.
@@ -693,14 +699,14 @@ def measure(
     pace = Pace(probes, patience)
     for extra in range(2 * rounds):
         for entry in entries:
-            if extra < rounds or entry.counting(STEADY * pace.best) < rounds:
+            if extra < rounds or entry.counting(pace.least) < rounds:
                 take_turn(entry, steps, device, pace)
     for entry in entries:
         for one in (entry, *entry.probes.values()):
-            one.least = STEADY * pace.best
+            one.least = pace.least
     result = {
         "device": device_name,
-        "params": sum(param.numel() for param in memory.params[BF16]),
+        "params": numel(memory.params[BF16]),
         "shapes": [list(shape) for shape in shapes],
         "rounds": rounds,
         "steps_per_round": steps,
@@ -726,11 +732,11 @@ def describe_memory(entries: Sequence[Entry], pace: Pace) -> dict[str, Any] | No
         return None
     facts: dict[str, Any] = {"best_gb_per_second": pace.best}
     turns = [turn for entry in entries for turn in entry.turns]
-    steady = [turn.memory for turn in turns if turn.memory >= STEADY * pace.best]
-    slower = [turn.memory for turn in turns if turn.memory < STEADY * pace.best]
+    steady = [turn.memory for turn in turns if turn.memory >= pace.least]
+    slower = [turn.memory for turn in turns if turn.memory < pace.least]
     for name, rates in (("counting", steady), ("others", slower)):
         facts[name] = {"turns": len(rates), "gb_per_second": statistics.median(rates) if rates else None}
-    facts["without_turns_that_count"] = [entry.name for entry in entries if not entry.counting(STEADY * pace.best)]
+    facts["without_turns_that_count"] = [entry.name for entry in entries if not entry.counting(pace.least)]
     return facts
 
 

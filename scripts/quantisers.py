@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from study import RESULTS, description, save, significant
+from study import RESULTS, description, gradient_scales, save, significant
 from torch import Tensor
 
 RECORD, PICTURE = RESULTS / "quantisers.json", RESULTS / "quantisers.png"
@@ -285,9 +285,7 @@ def gradients(scenario: str, steps: int) -> Iterator[Tensor]:
     """fp32 gradients ``[ROWS, BLOCK]`` of each step; a row is a block."""
     draw = torch.Generator().manual_seed(0)
     shape = (ROWS, BLOCK)
-    scale = 1e-3 * torch.randn(ROWS, 1, generator=draw).exp() * torch.randn(shape, generator=draw).exp()
-    if scenario == "six decades":
-        scale = 10 ** (-6 * torch.rand(shape, generator=draw))
+    scale = gradient_scales(*shape, draw, scenario == "six decades")
     sign = torch.randn(shape, generator=draw).sign()
     half = torch.rand(shape, generator=draw) < 0.5
     period = 100 * 10 ** (1.3 * torch.rand(shape, generator=draw))

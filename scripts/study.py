@@ -1,4 +1,4 @@
-"""What the studies of the packed AdamW share: how they describe and round what they record."""
+"""What the studies of the packed AdamW share: gradients, and how records are described and rounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 RESULTS = Path(__file__).parent / "results"
+
+
+def gradient_scales(rows: int, columns: int, draw: torch.Generator, six_decades: bool = False) -> Tensor:
+    """Of synthetic gradients, ``[rows, columns]``: log-normal over rows and within them, or six decades in each row."""
+    shape = (rows, columns)
+    scale = 1e-3 * torch.randn(rows, 1, generator=draw).exp() * torch.randn(shape, generator=draw).exp()
+    return 10 ** (-6 * torch.rand(shape, generator=draw)) if six_decades else scale
 
 
 def significant(value: Any) -> Any:

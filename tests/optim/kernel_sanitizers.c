@@ -96,8 +96,9 @@ static void update_large(int32_t threads)
 {
     struct tensor tensors[4];
     void *allocations[4][ARRAYS];
+    const int64_t numel = 2 * SHORTEST_RANGE * BLOCK + 301;
     for (int state = 0; state < 4; state++)
-        tensors[state] = new_tensor((PARAM_SPLIT * 4 + state) * 2, 2 * SHORTEST_RANGE * BLOCK + 301, 1, allocations[state]);
+        tensors[state] = new_tensor((PARAM_SPLIT * 4 + state) * 2, numel, 1, allocations[state]);
     if (offload_adamw(tensors, 4, ROWS, 2, threads, 0))
         abort();
     for (int state = 0; state < 4; state++)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from offload.engine.timeline import draw, write_chrome_trace
 from offload.plan.replay import LLAMA2_7B, MACHINES, Machine, Result, Workload, replay, replay_compute, replay_torchao
+from offload.simulation.timeline import draw, write_chrome_trace
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"

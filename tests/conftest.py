@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.engine.runtime import Direction, Event, HostRuntime, Runtime
-from offload.engine.simulated import SimulatedAccelerator
+from offload.simulation.accelerator import SimulatedAccelerator
 
 
 class ThreadedRuntime(HostRuntime):

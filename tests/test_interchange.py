@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import offload.optim
 from offload import OffloadOptimizer
-from offload.engine.simulated import Rates, SimulatedAccelerator
+from offload.simulation.accelerator import Rates, SimulatedAccelerator
 
 Strategy = dict[str, Any]
 

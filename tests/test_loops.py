@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offload import OffloadOptimizer
-from offload.engine.simulated import SimulatedAccelerator
+from offload.simulation.accelerator import SimulatedAccelerator
 
 STEPS = 6
 

@@ -2,7 +2,7 @@
 
 Everything above this file is written against :class:`Runtime`. :class:`AcceleratorRuntime` queues work on a
 device's streams, :class:`HostRuntime` does everything at once, and
-:class:`offload.engine.simulated.SimulatedAccelerator` plays a device on the CPU and finds missing waits.
+:class:`offload.simulation.accelerator.SimulatedAccelerator` plays a device on the CPU and finds missing waits.
 """
 
 from __future__ import annotations

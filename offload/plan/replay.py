@@ -1,7 +1,7 @@
 """How long a training step takes on a machine that is not there: the engine itself, run on simulated time.
 
 A model is described by what its layers cost; its tensors are shrunk by :attr:`Workload.shrink` and every byte counts
-that many times. The optimizer is the real one, on :class:`offload.engine.simulated.SimulatedAccelerator`.
+that many times. The optimizer is the real one, on :class:`offload.simulation.accelerator.SimulatedAccelerator`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from offload.engine import units
 from offload.engine.runtime import Event, Runtime
-from offload.engine.simulated import Rates, SimulatedAccelerator, Span
 from offload.optimizer import OffloadOptimizer
+from offload.simulation.accelerator import Rates, SimulatedAccelerator, Span
 
 GB = 1e9
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from offload.component import resolve
-from offload.engine.simulated import SimulatedAccelerator
+from offload.simulation.accelerator import SimulatedAccelerator
 from tests.conftest import ThreadedRuntime, play_device  # type: ignore[import-not-found]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

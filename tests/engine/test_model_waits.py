@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadOptimizer
-from offload.engine.simulated import SimulatedAccelerator
+from offload.simulation.accelerator import SimulatedAccelerator
 
 WIDTH = 8
 STRATEGIES = ["stream", "host"]

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from offload import OffloadOptimizer
 from offload.engine import units
 from offload.engine.runtime import AcceleratorRuntime
-from offload.engine.simulated import RaceError
 from offload.engine.states import components
+from offload.simulation.accelerator import RaceError
 
 # cuBLAS reads it once, when it is first used; without it matrix products may differ from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -465,7 +465,7 @@ def test_a_missing_wait_shows(place: Place, attached: bool, monkeypatch: pytest.
     """Without the wait for the update stream, the next forward reads parameters that are being updated."""
     options = {"strategy": "stream", "update_in_backward": False, "offload_gradients": False}
     if place.name == "simulated":
-        monkeypatch.setattr("offload.engine.simulated.SimulatedAccelerator.wait", lambda self, event: None)
+        monkeypatch.setattr("offload.simulation.accelerator.SimulatedAccelerator.wait", lambda self, event: None)
         with pytest.raises(RaceError):
             check_parity(place, options, attached=attached)
         return

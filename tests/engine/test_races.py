@@ -31,7 +31,7 @@ import offload.engine.stream
 import offload.optimizer
 from offload import OffloadOptimizer
 from offload.engine.runtime import DONE
-from offload.engine.simulated import SimulatedAccelerator
+from offload.simulation.accelerator import SimulatedAccelerator
 
 # ---- the waits, and the engine without one of them
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from offload.engine.runtime import DONE
-from offload.engine.simulated import DeadlockError, RaceError, Rates, SimulatedAccelerator, draw, write_chrome_trace
+from offload.simulation.accelerator import (
+    DeadlockError,
+    RaceError,
+    Rates,
+    SimulatedAccelerator,
+    draw,
+    write_chrome_trace,
+)
 
 ORDERS = ["late", "early", "time", *range(5)]
 FLOATS = 10
@@ -640,7 +647,7 @@ class TestThreads:
             ):
                 thread.join()
             thread.join()
-        assert len(heard) == 1 and "test_simulated.py" in heard[0]
+        assert len(heard) == 1 and "test_accelerator.py" in heard[0]
 
     @pytest.mark.parametrize("order", ORDERS)
     def test_deadlock_of_locks(self, order: Any) -> None:

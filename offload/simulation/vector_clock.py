@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
 
 # Frames in these places say nothing about who made an access.
-_MACHINERY = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).with_name("simulated.py")), "<")
+_MACHINERY = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).with_name("accelerator.py")), "<")
 
 
 class RaceError(AssertionError):

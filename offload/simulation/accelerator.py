@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload.engine.runtime import Direction, Event, Signal, Thread
-from offload.engine.timeline import Span, draw, write_chrome_trace
-from offload.engine.vector_clock import (
+from offload.simulation.timeline import Span, draw, write_chrome_trace
+from offload.simulation.vector_clock import (
     Clock,
     Ledger,
     RaceError,

@@ -1,0 +1,1 @@
+"""A device that is not there, played on the CPU: streams, memory, races, virtual time."""

@@ -17,17 +17,19 @@ from torch import Tensor, nn
 
 from offload.component import resolve
 from offload.engine.accumulation import HostGradients
-from offload.engine.base import PartialStep, snapshot, step_alone
+from offload.engine.base import PartialStep, step_alone
 from offload.engine.engine import Engine, Schedule
-from offload.engine.gradients import clip_coefficient, total_norm
+from offload.engine.forecast import Forecast, Form, forecast, kind_of
 from offload.engine.host import HostCopies, HostPipeline
-from offload.engine.memory import HostMemory
+from offload.engine.in_flight import InFlight
+from offload.engine.memory import HostMemory, padded
+from offload.engine.norms import clip_coefficient, total_norm
 from offload.engine.pipeline import Pipeline
-from offload.engine.placement import Placement, state_names
+from offload.engine.placement import Placement
 from offload.engine.runtime import HostRuntime, Runtime, runtime_for
-from offload.engine.states import States, components, state_blocks
-from offload.engine.stream import StreamPipeline
-from offload.engine.units import Unit, build_units, clean_name
+from offload.engine.states import States, state_blocks
+from offload.engine.stream import SLOTS, StreamPipeline
+from offload.engine.units import Slice, Unit, build_units, clean_name, components
 from offload.errors import UserError
 from offload.optim import unpacked
 
@@ -35,10 +37,19 @@ log = logging.getLogger(__name__)
 
 STRATEGIES = ("host", "stream", "resident")
 
+GIB = 2**30
+
+STAGING_SHARE = 0.6
+"""Of ``in_flight_gib``, at most this much goes to the staging ring of ``stream``; the rest is for gradients."""
+
 PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
 """Packages whose optimizers update each parameter from its own gradient and state alone, so that the engine may
 update them one by one. Another class says so by an attribute ``per_parameter = True``; without it, it is stepped once
 with everything."""
+
+DEFAULT_STREAM_PACKAGES = ("bitsandbytes.",)
+"""Packages whose kernels run on the device's default stream, whichever stream is current. Another class says so by an
+attribute ``launches_on_default_stream = True``."""
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -91,10 +102,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             instead of having no effect.
         accumulation_dtype: of the sums in host memory, ``fp32`` or ``bf16``; None for each gradient's own. With
             fp32, bf16 gradients are summed without rounding and rounded once, for the update.
+        in_flight_gib: device memory, in GiB, for what is under way: the staging ring of ``stream``, at most 60 % of
+            it, and the gradients that ``update_in_backward`` and ``offload_gradients`` take. Backward waits rather
+            than exceed it by more than the gradient that it is computing.
         model: what the parameters belong to. Gives them names where ``params`` has none, and lets its forward
             wait for each unit's update instead of :meth:`step`.
         **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). Where the work is offloaded,
             ``fused=True`` is chosen if the base optimizer has it and the caller chose no implementation.
+
+    Host memory is page-locked when the optimizer is built, with what its states will need.
 
     Raises:
         UserError: for a class that cannot be found, an unknown strategy, or a combination that has no meaning.
@@ -122,6 +138,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         update_in_backward: bool = False,
         offload_gradients: bool = False,
         accumulation_dtype: Literal["fp32", "bf16"] | None = None,
+        in_flight_gib: float = 1.0,
         model: nn.Module | None = None,
         **base_kwargs: Any,
     ) -> None:
@@ -138,8 +155,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             offload_gradients=offload_gradients,
             accumulation_dtype=accumulation_dtype,
             is_default_placement=offload_states == ".*",
+            in_flight_gib=in_flight_gib,
         )
-        self._refuse_base(base_class)
+        self._refuse_base(base_class, base_kwargs)
         placement = Placement(offload_states)
 
         self._model_names = {param: name for name, param in model.named_parameters()} if model is not None else {}
@@ -150,45 +168,54 @@ class OffloadOptimizer(torch.optim.Optimizer):
         runtime = self._runtime(groups)
         is_immediate = runtime.shares_memory
         self._memory = HostMemory(runtime)
+        self._in_flight_bytes = int(in_flight_gib * GIB)
+        self._in_flight = InFlight(runtime, self._in_flight_bytes)
         self._copies = HostCopies(self._memory, self._names) if strategy == "host" and not is_immediate else None
         if strategy != "resident":
             base_kwargs = _with_fused(base_class, groups, base_kwargs)
-        if strategy == "stream" and offload_states != ".*":
-            _check_patterns(placement, base_class, base_kwargs, groups, self._paths)
+        self._placement = placement if strategy == "stream" and not is_immediate else None
+        self._base_kwargs = base_kwargs
+        self._forecasts: list[Forecast | None] = []
+        if strategy == "stream":
+            self._foresee(base_class, groups)
+            if offload_states != ".*":
+                _check_patterns(placement, self._forecasts, groups, self._paths)
 
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         step = PartialStep(self.base_optimizer)
         self._folds = step.folds
-        self._placement = placement if strategy == "stream" and not is_immediate else None
         resting = _itself if self._copies is None else self._copies.of
         self._states = States(self.base_optimizer, resting, self._placement, self._memory)
         self._worker: Pipeline | None = None
         if not is_immediate:
             if self._copies is not None:
-                self._worker = HostPipeline(runtime, step, self._states, self._copies, self._memory)
+                self._worker = HostPipeline(runtime, self._in_flight, step, self._states, self._copies, self._memory)
             else:
-                self._worker = StreamPipeline(runtime, step, self._states)
+                on_default = base_class.__module__.startswith(DEFAULT_STREAM_PACKAGES) or bool(
+                    getattr(base_class, "launches_on_default_stream", False)
+                )
+                self._worker = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
         this = weakref.ref(self)
         self._engine = Engine(
             runtime,
             Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward),
+            in_flight=self._in_flight,
             step=step,
             states=self._states,
             worker=self._worker,
             copies=self._copies,
             names=self._names,
-            hyperparameters=lambda: snapshot(_alive(this).param_groups),
+            groups=lambda: _alive(this).param_groups,
         )
+        self._gradient_dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
         if offload_gradients:
-            dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
-            gradients = HostGradients(
-                runtime, self._memory, lambda: _tensors(_alive(this).param_groups), dtype, self._engine.settle
+            self._engine.gradients = HostGradients(
+                runtime, self._in_flight, self._memory, self._gradient_dtype, self._engine.settle
             )
-            self._engine.gradients = gradients
         weakref.finalize(self, self._engine.close)
         super().__init__(groups, self.base_optimizer.defaults)
         self._pull_groups()
-        self._engine.add_units(self._units(self.param_groups))
+        self._add_units(self.param_groups)
         if model is not None:
             self.attach(model)
 
@@ -219,7 +246,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # Construction
 
-    def _refuse_base(self, base_class: type[torch.optim.Optimizer]) -> None:
+    def _refuse_base(self, base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
+        is_paged = base_class.__name__.startswith("Paged") or kwargs.get("is_paged", False)
+        if is_paged and base_class.__module__.startswith("bitsandbytes.") and self.strategy != "resident":
+            plain = base_class.__name__.removeprefix("Paged")
+            raise UserError(
+                f"optimizer.optimizer_class: bitsandbytes.optim.{base_class.__name__} pages its states by itself; "
+                f"with strategy={self.strategy} use bitsandbytes.optim.{plain} without is_paged, or select the paged "
+                f"one alone by optimizer=bitsandbytes.optim.{base_class.__name__}"
+            )
         if issubclass(base_class, torch.optim.LBFGS) and (self.strategy != "resident" or self.update_in_backward):
             raise UserError(
                 "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which only "
@@ -274,16 +309,64 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self._paths[param] = f"{group_index}.{index}"
                     self._names[param] = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
 
-    def _units(self, groups: list[dict[str, Any]], first: int = 0) -> list[Unit]:
+    def _foresee(self, base_class: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
+        """Find out which states the parameters of more groups will have."""
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            self._forecasts.append(forecast(base_class, self._base_kwargs, _tensors([group]), options))
+
+    def _forms(self, part: Slice) -> list[Form]:
+        """The states that a parameter will have, as far as they are known."""
+        foreseen = self._forecasts[part.group]
+        return [] if foreseen is None else foreseen.get(kind_of(part.param), [])
+
+    def _add_units(self, groups: list[dict[str, Any]], first: int = 0) -> None:
+        """Take charge of the parameters of groups from the position ``first`` on, and make their buffers."""
         before = sum(len(group["params"]) for group in self.param_groups[:first])
         in_groups = [(p, i) for i, group in enumerate(groups, first) for p in group["params"]]
         members = [(p, self._paths[p], group, position) for position, (p, group) in enumerate(in_groups, before)]
-        return build_units(
+        units = build_units(
             members,
             named=all(p in self._named for p, _ in in_groups),
             can_cut=self._can_cut and self._worker is not None,
             block=math.lcm(*state_blocks(type(self.base_optimizer)).values()),
+            limit=self._piece_limit(),
         )
+        self._reserve(units)
+        self._engine.add_units(units)
+
+    def _piece_limit(self) -> int | None:
+        """Elements of a piece whose states fit a slot of the staging ring; None where that is not known."""
+        forms = [form for foreseen in self._forecasts if foreseen for forms in foreseen.values() for form in forms]
+        if not forms or self._placement is None:
+            return None
+        of_kind: list[float] = [
+            sum(component.density for form in forms for component in form.components)
+            for foreseen in self._forecasts
+            if foreseen
+            for forms in foreseen.values()
+        ]
+        slot = STAGING_SHARE * self._in_flight_bytes / SLOTS
+        return max(1, int(slot / max(*of_kind, 1e-3)))
+
+    def _reserve(self, units: list[Unit]) -> None:
+        """Make the buffers that updates need: page-locking takes seconds, and would hold up backward."""
+        pieces = [piece for unit in units for piece in unit.pieces]
+        sizes = [
+            sum(padded(part.numel * (self._gradient_dtype or part.param.dtype).itemsize) for part in piece.slices)
+            for piece in pieces
+        ]
+        largest = max(sizes, default=0)
+        offloads_all = self._engine.gradients is not None and not self.update_in_backward
+        if isinstance(self._worker, StreamPipeline):
+            staged = self._states.plan(pieces, self._forms)
+            self._worker.reserve(staged, largest if offloads_all else 0)
+        elif isinstance(self._worker, HostPipeline) and not offloads_all:
+            self._worker.reserve(largest)
+        if self._engine.gradients is not None and offloads_all:
+            params = [param for unit in units for param in unit.params]
+            casts = self._gradient_dtype is not None and any(p.dtype != self._gradient_dtype for p in params)
+            self._engine.gradients.reserve(params, sums=casts)
 
     def attach(self, model: nn.Module) -> None:
         """Let the forward of ``model`` wait for each unit's update, so that :meth:`step` need not; as ``model=``."""
@@ -298,10 +381,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups)
         (group,) = as_groups([param_group])
         self._name([group], first)
+        if self._forecasts:
+            self._foresee(type(self.base_optimizer), [group])
         self.base_optimizer.add_param_group(self._resting_groups([group])[0])
         super().add_param_group(group)
         self._pull_groups()
-        self._engine.add_units(self._units(self.param_groups[first:], first))
+        self._add_units(self.param_groups[first:], first)
 
     # Hyperparameters and state
 
@@ -458,6 +543,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with self._engine.accumulate():
             yield
 
+    @property
+    def measure_grad_norm(self) -> bool:
+        """Whether norms are taken of gradients that leave early (``update_in_backward``, ``offload_gradients``): set
+        it to False before a backward whose norm nobody will ask for."""
+        return self._engine.norms.measure
+
+    @measure_grad_norm.setter
+    def measure_grad_norm(self, measure: bool) -> None:
+        self._engine.norms.measure = measure
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm over all gradients wherever they rest, as a 0-dim tensor (fp32 for 16-bit gradients).
 
@@ -467,7 +562,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _norms(self, norm_type: float) -> list[Tensor]:
         with torch.no_grad():
-            return self._engine.norms(_tensors(self.param_groups), norm_type)
+            return self._engine.gradient_norms(_tensors(self.param_groups), norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
@@ -566,23 +661,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def memory_report(self) -> dict[str, dict[str, int]]:
         """Bytes that this optimizer holds, as ``{memory kind: {purpose: bytes}}``.
 
-        Kinds are ``device``, ``pinned_host`` and ``host``; purposes are ``parameters``, ``gradients``,
-        ``staging`` and ``optimizer_state``. The caller's own parameters and gradients are not counted.
+        Kinds are ``device``, ``pinned_host`` and ``host``; purposes are ``parameters``, ``gradients``, ``staging`` and
+        ``optimizer_state``. The caller's own parameters and gradients are not counted; on the device, ``gradients`` is
+        the most that was held at a time for updates in backward and copies to the host. Nothing is waited for.
         """
-        self._engine.settle()
         report = self._memory.report()
         on_device = report.setdefault("device", {})
-        for param, state in self.base_optimizer.state.items():
-            for key, value in state.items():
+        for param, state in list(self.base_optimizer.state.items()):
+            for key, value in list(state.items()):
                 if isinstance(value, Tensor) and not self._states.is_counted(key, value, self._paths.get(param, "")):
                     # Without a device of its own, strategy resident plays one.
                     is_host = value.device.type == "cpu" and self.strategy != "resident"
                     purposes = report.setdefault("host", {}) if is_host else on_device
                     nbytes = sum(component.nbytes for component in components(value))
                     purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + nbytes
-        if isinstance(self._worker, StreamPipeline) and (staging := self._worker.staging_bytes()):
-            on_device["staging"] = staging
-        return {kind: purposes for kind, purposes in report.items() if purposes}
+        if isinstance(self._worker, StreamPipeline):
+            on_device["staging"] = self._worker.staging_bytes()
+        on_device["gradients"] = self._in_flight.peak
+        kept = {kind: {purpose: nbytes for purpose, nbytes in p.items() if nbytes} for kind, p in report.items()}
+        return {kind: purposes for kind, purposes in kept.items() if purposes}
 
 
 class _StateView(MutableMapping[Any, Any]):
@@ -626,12 +723,22 @@ def base_class_of(optimizer_class: str | type[torch.optim.Optimizer]) -> type[to
 
 
 def _check_choices(
-    strategy: str, *, offload_gradients: bool, accumulation_dtype: str | None, is_default_placement: bool
+    strategy: str,
+    *,
+    offload_gradients: bool,
+    accumulation_dtype: str | None,
+    is_default_placement: bool,
+    in_flight_gib: float,
 ) -> None:
     if strategy not in STRATEGIES:
         near = difflib.get_close_matches(str(strategy), STRATEGIES, n=1, cutoff=0.0)[0]
         raise UserError(
             f"optimizer.strategy: got {strategy!r}, expected one of {', '.join(STRATEGIES)}; did you mean {near}?"
+        )
+    if isinstance(in_flight_gib, bool) or not isinstance(in_flight_gib, (int, float)) or not in_flight_gib > 0:
+        raise UserError(
+            f"optimizer.in_flight_gib: got {in_flight_gib!r}, expected GiB of device memory above 0, such as 1.0; more "
+            "lets backward run further ahead of the updates"
         )
     if offload_gradients and strategy == "resident":
         raise UserError(
@@ -689,21 +796,16 @@ def _tensors(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
 
 def _check_patterns(
     placement: Placement,
-    base_class: type[torch.optim.Optimizer],
-    kwargs: dict[str, Any],
+    forecasts: list[Forecast | None],
     groups: list[dict[str, Any]],
     names: Mapping[Tensor, str],
 ) -> None:
     """Refuse patterns that match no state, where the states can be known; ``names`` are those in state paths."""
     paths: list[str] = []
-    for group in groups:
-        params = _tensors([group])
-        states = state_names(
-            base_class, kwargs, params, {key: value for key, value in group.items() if key != "params"}
-        )
-        if states is None:
+    for foreseen, group in zip(forecasts, groups, strict=True):
+        if foreseen is None:
             return
-        paths += [f"{state}/{names[p]}" for p in params for state in states[p.dim(), p.dtype]]
+        paths += [f"{form.key}/{names[param]}" for param in _tensors([group]) for form in foreseen[kind_of(param)]]
     placement.check(paths)
 
 

@@ -38,12 +38,32 @@ class Entry:
     state: dict[str, Any]
 
 
-def snapshot(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
-    """The groups' hyperparameters as they are now; tensors (a tensor ``lr``) are copied."""
-    return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
-        for group in groups
-    ]
+class Snapshots:
+    """The groups' hyperparameters as they are at a moment; the same object again while nothing has changed."""
+
+    def __init__(self) -> None:
+        self._seen: list[dict[str, Any]] = []
+        self._taken: Hyperparameters = []
+
+    def take(self, groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
+        """The hyperparameters now; tensors (a tensor ``lr``) are copied."""
+        options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+        seen = [{k: (v, v._version) if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
+        if not _are_equal(seen, self._seen):
+            self._seen = seen
+            self._taken = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in options]
+        return self._taken
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two nested values are the same; tensors only if they are one."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    return bool(a == b)
 
 
 def step_alone(base: torch.optim.Optimizer, *closure: Callable[[], Any]) -> Any:

@@ -7,22 +7,26 @@ strategy ``resident``, there is nothing to overlap: updates run at once, on the 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.engine.accumulation import HostGradients
-from offload.engine.base import Hyperparameters, PartialStep, scaled_gradients
-from offload.engine.gradients import TakenGradient, tensor_norm
+from offload.engine.base import Hyperparameters, PartialStep, Snapshots, scaled_gradients
+from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
+from offload.engine.in_flight import InFlight
 from offload.engine.model import ModelWaits
+from offload.engine.norms import Norms
 from offload.engine.pipeline import Gradient, Job, Pipeline
-from offload.engine.runtime import Runtime
+from offload.engine.runtime import Event, Runtime
 from offload.engine.states import States
 from offload.engine.stream import StreamPipeline
 from offload.engine.units import Piece, Unit
@@ -48,12 +52,14 @@ class _Progress:
     Attributes:
         expected: parameters of each piece that had a gradient in the last step.
         arrived: those whose gradients are final in this one.
+        streams: those that the gradients came on, by piece; a dict for its order.
         order: pieces in the order in which they became complete; a dict for its order and its speed.
         submitted: parameters whose update was submitted in backward.
     """
 
     expected: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
     arrived: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
+    streams: dict[Piece, dict[Hashable, None]] = field(default_factory=dict)
     order: dict[Piece, None] = field(default_factory=dict)
     submitted: set[nn.Parameter] = field(default_factory=set)
 
@@ -68,16 +74,19 @@ class Engine:
 
     Attributes:
         gradients: holds gradients on the host; None where they stay on the device.
+        norms: of the gradients of the step under way.
+        accumulating: gradients that come are not final.
 
     Args:
         runtime: streams of the parameters' device.
         schedule: when updates run and where gradients rest.
+        in_flight: holds device tensors that queued work uses, and bounds the gradients among them.
         step: runs the base optimizer on part of its parameters.
         states: where the base optimizer's states are.
         worker: carries updates out beside this thread; None to do them at once.
         copies: host copies of the parameters, for strategy ``host`` on a device.
         names: what messages call each parameter.
-        hyperparameters: the caller's hyperparameters as they are now.
+        groups: the caller's parameter groups as they are now.
     """
 
     def __init__(
@@ -85,31 +94,33 @@ class Engine:
         runtime: Runtime,
         schedule: Schedule,
         *,
+        in_flight: InFlight,
         step: PartialStep,
         states: States,
         worker: Pipeline | None,
         copies: HostCopies | None,
         names: dict[Tensor, str],
-        hyperparameters: Callable[[], Hyperparameters],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
         self._runtime = runtime
         self._schedule = schedule
+        self._in_flight = in_flight
         self._step = step
         self._states = states
         self._worker = worker
         self._copies = copies
         self.gradients: HostGradients | None = None
         self._names = names
-        self._hyperparameters = hyperparameters
+        self._groups = groups
+        self._snapshots = Snapshots()
+        self._on_host: tuple[Hyperparameters, Hyperparameters, list[Event]] = [], [], []
+        self._snapshot_stream: Hashable = None
         self.units: list[Unit] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._waits: ModelWaits | None = None
         self._handles: list[RemovableHandle] = []
         self._progress = _Progress()
-        self._norms: dict[nn.Parameter, Tensor] = {}
-        self._norm_sources: dict[nn.Parameter, TakenGradient] = {}
-        self._norms_are_old = False
-        self._keep_norms = schedule.update_in_backward
+        self.norms = Norms()
         self._scale: Tensor | None = None
         self.accumulating = False
 
@@ -173,12 +184,18 @@ class Engine:
             self.gradients.close()
         if self._worker is not None:
             self._worker.close()
+        # Buffers and host memory go with this object: nothing may use them any more.
+        self._runtime.drain()
+        self._in_flight.drain()
 
     # Backward
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients are not final."""
+        if self.gradients is not None:
+            # Not in a hook, where page-locking would hold up backward.
+            self.gradients.reserve(list(self._pieces), sums=True)
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -196,65 +213,80 @@ class Engine:
                 "backward of every micro-batch but the last inside `with optimizer.accumulate():`, and call "
                 "optimizer.step() after the last"
             )
-        if self._norms_are_old:
-            self._forget_norms()
+        if not self._progress.arrived:
+            refuse_graphs(param)
+        self.norms.begin()
         is_final = not self.accumulating
-        on_device = self._take_addend(param)
+        on_device = self._take_addend(param, is_final)
         if on_device:
             gradient = param.grad
             assert gradient is not None
-            if self._keep_norms and is_final:
-                self._norms[param] = tensor_norm(gradient, 2.0)
-            if self.gradients is not None and not (is_final and self._schedule.update_in_backward):
+            in_backward = is_final and self._schedule.update_in_backward
+            if self.gradients is not None and not in_backward:
                 self._check_dense(param, gradient)
-                self.gradients.take(param, gradient)
+                if is_final:
+                    self.norms.leave({param: gradient})
+                self._lend(gradient)
+                self.gradients.take(param, gradient, measure=is_final and self.norms.measure)
+            elif in_backward and self._worker is not None:
+                self._in_flight.hold(gradient)
         if is_final:
             self._final(param)
+        # Backward is queued far ahead of the device: without a wait, all its gradients would be alive at once.
+        self._in_flight.wait()
 
-    def _take_addend(self, param: nn.Parameter) -> bool:
+    def _take_addend(self, param: nn.Parameter, is_final: bool) -> bool:
         """Bring what autograd delivered together with what is there; True if the sum is an ordinary gradient."""
         gradient = param.grad
         if not isinstance(gradient, TakenGradient):
             return True
         addend, gradient.arrived = gradient.arrived, None
         assert addend is not None
-        self._norms.pop(param, None)
+        self.norms.changed(param)
         if gradient.rest is None:
             param.grad = addend
         elif not gradient.on_host:
             param.grad = gradient.rest.add_(addend)
         else:
             assert self.gradients is not None
-            self.gradients.add(param, gradient, addend)
+            self._lend(addend)
+            self.gradients.add(param, gradient, addend, measure=is_final and self.norms.measure)
             return False
         return True
 
+    def _lend(self, gradient: Tensor) -> None:
+        """Count a gradient that goes to the host at once."""
+        if not self._runtime.shares_memory:
+            self._in_flight.hold(gradient)
+            self._in_flight.submit([gradient])
+
     def _final(self, param: nn.Parameter) -> None:
         complete = []
+        stream = self._runtime.stream()
         for piece in self._pieces[param]:
             arrived = self._progress.arrived.setdefault(piece, set())
+            self._progress.streams.setdefault(piece, {})[stream] = None
             was_complete = piece in self._progress.order
             arrived.add(param)
             if not was_complete and arrived >= self._progress.expected[piece]:
                 self._progress.order[piece] = None
                 complete.append(piece)
         if complete and self._schedule.update_in_backward:
-            submitted = self._submit(complete)
+            submitted = self._submit(complete, early=True)
             self._progress.submitted |= submitted
             for consumed in submitted:
                 gradient = consumed.grad
                 if isinstance(gradient, TakenGradient):
-                    self._norm_sources[consumed] = gradient
+                    self.norms.left(consumed, gradient)
                 consumed.grad = TakenGradient(consumed, None, wait=_nothing)
-            if self._schedule.offload_gradients and self._worker is not None:
-                # Backward does not run ahead of what the host takes: gradients would pile up on the device.
-                self._worker.limit(1)
 
     # Updates
 
-    def _submit(self, pieces: Iterable[Piece]) -> set[nn.Parameter]:
-        """Hand the update of all gradients of some pieces to the worker; returns whose."""
-        groups = self._hyperparameters()
+    def _submit(self, pieces: Iterable[Piece], *, early: bool = False) -> set[nn.Parameter]:
+        """Hand the update of all gradients of some pieces to the worker; returns whose.
+
+        ``early``: in backward, on whichever stream that computes the last of a piece's gradients.
+        """
         taken: dict[nn.Parameter, Gradient] = {}
         jobs = []
         for piece in pieces:
@@ -265,14 +297,54 @@ class Engine:
                     gradients[param] = taken[param] = gradient
             if gradients:
                 jobs.append((piece, gradients))
-        ready = self._runtime.record()
-        made = [Job(piece, gradients, ready, groups, self._scale) for piece, gradients in jobs]
+        on_device = {param: gradient.values for param, gradient in taken.items() if not gradient.on_host}
+        if early:
+            self.norms.leave(on_device)
+        groups, read = self._hyperparameters()
+        scale = self._scale
+        if self._copies is not None:
+            scale = self._bring(scale, read := list(read))
+        here = [self._runtime.stream(), self._snapshot_stream]
+        events: dict[Hashable, Event] = {}
+        made = []
+        for piece, gradients in jobs:
+            streams = [*here, *(self._progress.streams.get(piece, ()) if early else ())]
+            for stream in streams:
+                if stream not in events:
+                    events[stream] = self._runtime.record(stream)
+            ready = [events[stream] for stream in dict.fromkeys(streams)]
+            made.append(Job(piece, gradients, ready, groups, scale, read))
         if self._worker is not None:
+            self._in_flight.submit(on_device.values())
             self._worker.submit(made)
         else:
             for job in made:
                 self._update_now(job)
         return set(taken)
+
+    def _hyperparameters(self) -> tuple[Hyperparameters, list[Event]]:
+        """The hyperparameters now, and the events after which the worker may read those that are tensors."""
+        before, host, read = self._on_host
+        groups = self._snapshots.take(self._groups())
+        if groups is not before:
+            self._snapshot_stream = self._runtime.stream()
+            self._on_host = groups, groups, []
+        if self._copies is None:
+            return groups, []
+        if groups is not before:
+            read = []
+            host = [{key: self._bring(value, read) for key, value in group.items()} for group in groups]
+            self._on_host = groups, host, read
+        return host, read
+
+    def _bring(self, value: Any, read: list[Event]) -> Any:
+        """A 0-dim tensor's copy on the host, there after the event that is added to ``read``; else the value."""
+        if not isinstance(value, Tensor) or self._runtime.is_on_host(value):
+            return value
+        host = self._runtime.empty_pinned(value.nbytes).view(value.dtype).view(value.shape)
+        read.append(self._runtime.copy(host, value, "down", (self._runtime.record(),), "hyperparameter down"))
+        self._in_flight.release([value], read[-1])
+        return host
 
     def _gradient(self, param: nn.Parameter) -> Gradient | None:
         """What the next update of a parameter uses; None where it has no gradient."""
@@ -309,10 +381,7 @@ class Engine:
         """Submit the update of everything that has a gradient and was not updated in backward."""
         submitted = self._submit(sorted(self.pieces, key=lambda piece: piece.rank))
         self._scale = None
-        if self._schedule.update_in_backward:
-            self._norms_are_old = True
-        else:
-            self._forget_norms()
+        self.norms.end_step(keep=self._schedule.update_in_backward)
         self._new_step()
         if self._waits is None:
             self.wait_for_all()
@@ -325,6 +394,7 @@ class Engine:
                 param.grad = TakenGradient(param, gradient, wait=self.settle)
 
     def _new_step(self) -> None:
+        self._in_flight.forget()
         last, self._progress = self._progress, self._progress.next()
         pieces = self.pieces
         for piece in pieces:
@@ -375,7 +445,7 @@ class Engine:
                     values.mul_(scale)
                 copies.of(param).grad = values.to(param.dtype)
                 updated.append(param)
-        self._forget_norms()
+        self.norms.clear()
         try:
             with self._folding(base, scale):
                 yield updated
@@ -391,63 +461,36 @@ class Engine:
 
     # Norms and scale
 
-    def norms(self, params: Iterable[nn.Parameter], norm_type: float) -> list[Tensor]:
+    def gradient_norms(self, params: Iterable[nn.Parameter], norm_type: float) -> list[Tensor]:
         """Norms of the gradients of ``params``, each computed where the gradient rests, 0-dim fp32."""
-        self._keep_norms = self._schedule.update_in_backward or (
-            self.gradients is not None and not self._runtime.shares_memory
-        )
-        settled = False
-        norms = []
-        for param in params:
-            gradient = param.grad
-            if gradient is None:
-                continue
-            if not isinstance(gradient, TakenGradient):
-                norms.append(tensor_norm(gradient, norm_type))
-                continue
-            if norm_type == 2.0 and param in self._norms:
-                norms.append(self._norms[param])
-                continue
-            source = self._norm_sources.get(param, gradient).rest
-            if source is None:
-                raise RuntimeError(
-                    f"the gradient of {self._names[param]} was consumed by update_in_backward=True; of such gradients "
-                    "only the norm of order 2 is known, and only until the next backward"
-                )
-            if not settled:
-                self.settle()
-                settled = True
-            norms.append(tensor_norm(source, norm_type))
+        on_host: Callable[[nn.Parameter], Tensor | None] = _nothing if self.gradients is None else self.gradients.norm
+        norms = self.norms.of(params, norm_type, names=self._names, on_host=on_host, settle=self.settle)
         return norms if self._scale is None else [norm * self._scale.to(norm.device) for norm in norms]
-
-    def _forget_norms(self) -> None:
-        self._norms.clear()
-        self._norm_sources.clear()
-        self._norms_are_old = False
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor`` (0-dim), now or when the next update uses it."""
         if self._worker is not None or self._step.folds:
-            if self._copies is not None:
-                factor = torch.tensor(factor.item(), dtype=factor.dtype)
             self._scale = factor if self._scale is None else self._scale * factor.to(self._scale.device)
             return
         for param in self._pieces:
             gradient = param.grad.rest if isinstance(param.grad, TakenGradient) else param.grad
             if gradient is not None:
                 gradient.mul_(factor.to(gradient.device))
-        self._forget_norms()
+        self.norms.clear()
 
     def zero_grad(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """Drop or zero all gradients, wherever they rest, and the pending clipping factor."""
+        """Drop or zero all gradients, wherever they rest, and the pending clipping factor; begin a new step."""
         self._scale = None
-        self._forget_norms()
+        self.norms.clear()
         for param in params:
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
                 param.grad.zero_()
+        # What an exception left of a backward is over; the updates that it submitted stand.
+        self._progress = _Progress(expected=self._progress.expected)
+        self._in_flight.forget()
 
     # Waiting
 
@@ -455,6 +498,7 @@ class Engine:
         """Make the current stream wait for a unit's update."""
         if self._worker is not None:
             self._worker.wait(unit)
+            self._in_flight.collect()
 
     def wait_for_all(self) -> None:
         """Make the current stream wait for every update."""
@@ -469,5 +513,20 @@ class Engine:
             self._worker.settle()
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     return None
+
+
+def refuse_graphs(param: Tensor) -> None:
+    """Raises RuntimeError where gradients come out of CUDA graphs, which write the next ones into the same memory
+    while updates still read these."""
+    if param.device.type != "cuda":
+        return
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    compiled = trees is not None and trees.get_manager(param.device.index or 0, create_if_none_exists=False) is not None
+    if compiled or torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "gradients come out of a CUDA graph, which reuses their memory while the optimizer still reads it; compile "
+            'without graphs (torch.compile(mode="default") or "max-autotune-no-cudagraphs"), do not capture backward, '
+            "or use strategy=resident with update_in_backward=False"
+        )

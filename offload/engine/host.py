@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from offload.engine.base import Entry, PartialStep
+from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, carve, padded
-from offload.engine.pipeline import Job, Pipeline, Slot
+from offload.engine.pipeline import Job, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.states import States
 from offload.engine.units import Piece, Slice
@@ -81,11 +83,25 @@ class HostCopies:
             )
 
 
+@dataclass(eq=False)
+class Slot:
+    """A buffer on the host in which a piece's gradients arrive.
+
+    Attributes:
+        buffer: uint8, as large as the largest piece so far.
+        filled: after it, what was copied in is there.
+    """
+
+    buffer: Tensor
+    filled: Event = DONE
+
+
 class HostPipeline(Pipeline):
     """Updates pieces on the CPU.
 
     Args:
         runtime: streams of the device.
+        in_flight: holds the device tensors that queued work uses.
         step: runs the base optimizer on part of its parameters.
         states: where states are; they stay there.
         copies: the parameters' host copies.
@@ -95,17 +111,33 @@ class HostPipeline(Pipeline):
     name = "offload-host"
 
     def __init__(
-        self, runtime: Runtime, step: PartialStep, states: States, copies: HostCopies, memory: HostMemory
+        self,
+        runtime: Runtime,
+        in_flight: InFlight,
+        step: PartialStep,
+        states: States,
+        copies: HostCopies,
+        memory: HostMemory,
     ) -> None:
-        super().__init__(runtime)
+        super().__init__(runtime, in_flight)
         self._step = step
         self._states = states
         self._copies = copies
         self._memory = memory
-        self._free = deque(Slot() for _ in range(SLOTS))
+        self._slots = [Slot(torch.empty(0, dtype=torch.uint8)) for _ in range(SLOTS)]
+        self._free = deque(self._slots)
         self._uploaded: dict[Piece, Event] = {}
         self._coming: deque[tuple[Job, Slot, dict[Slice, Tensor]]] = deque()
         self._largest = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the ring of gradient buffers, for pieces of up to ``nbytes``."""
+        for slot in self._slots:
+            self._enlarge(slot, nbytes)
+
+    def _enlarge(self, slot: Slot, nbytes: int) -> None:
+        if slot.buffer.numel() < nbytes:
+            (slot.buffer,) = self._memory.allocate([torch.empty(nbytes, dtype=torch.uint8, device="meta")], "staging")
 
     def _prepare_thread(self) -> None:
         # A thread's number of threads is its own. One core stays for the training loop and its data loader.
@@ -145,21 +177,21 @@ class HostPipeline(Pipeline):
         slot = self._free.popleft()
         spans = {part: part.of(job.gradients[part.param].values) for part in job.slices}
         on_device = {part: span for part, span in spans.items() if not job.gradients[part.param].on_host}
-        needed = sum(padded(span.nbytes) for span in on_device.values())
-        if slot.buffer.numel() < needed:
-            (slot.buffer,) = self._memory.allocate([torch.empty(needed, dtype=torch.uint8, device="meta")], "staging")
+        self._enlarge(slot, sum(padded(span.nbytes) for span in on_device.values()))
         gradients = {**spans, **dict(zip(on_device, carve(slot.buffer, on_device.values()), strict=True))}
         slot.filled = DONE
         for part, span in on_device.items():
             name = f"{job.piece.name} gradient down"
-            slot.filled = self._runtime.copy(gradients[part], span, "down", (job.ready,), name)
+            slot.filled = self._runtime.copy(gradients[part], span, "down", (*job.ready,), name)
         return slot, gradients
 
     def _update(self, job: Job, slot: Slot, gradients: dict[Slice, Tensor]) -> None:
         for part in gradients:
             job.gradients[part.param].arrived().synchronize()
         slot.filled.synchronize()
-        job.gradients.clear()
+        for read in job.read:
+            read.synchronize()
+        self._in_flight.release(job.finished_gradients(), slot.filled)
         self._uploaded.get(job.piece, DONE).synchronize()
         hosts = {part: part.of(self._copies.of(part.param).detach()) for part in gradients}
 
@@ -172,7 +204,7 @@ class HostPipeline(Pipeline):
         uploaded: Event = DONE
         for part, host in hosts.items():
             target = part.of(part.param.detach())
-            uploaded = self._runtime.copy(target, host, "up", (job.ready,), f"{job.piece.name} parameters up")
+            uploaded = self._runtime.copy(target, host, "up", (*job.ready,), f"{job.piece.name} parameters up")
             self._copies.written(part.param)
         self._uploaded[job.piece] = uploaded
         self._finish(job, uploaded)

@@ -6,10 +6,11 @@ are laid side by side in slabs whose sizes are powers of two already.
 
 from __future__ import annotations
 
-import math
+import os
+import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ ALIGNMENT = 64
 
 SLAB_BYTES = 1 << 30
 """Size of a full slab. Larger tensors get a slab of their own."""
+
+
+PINNING_THREADS = 8
+"""Page-locking touches every page: one thread reaches 2 to 4 GB/s, less than memory can do."""
+
+TOLD_FROM = 2 << 30
+"""Bytes from which page-locking takes long enough to be told about."""
 
 
 def padded(nbytes: int) -> int:
@@ -95,29 +103,122 @@ class HostMemory:
         self._open[kind, purpose] = space
         return views
 
+    def allocate_all(
+        self, groups: Sequence[Sequence[Tensor]], purpose: str, kind: str = "pinned_host"
+    ) -> list[list[Tensor]]:
+        """The same for many groups of tensors at once, so that slabs are filled and page-locked in parallel.
+
+        Tensors of one group lie side by side, but where a slab ends between two of them.
+        """
+        if self._runtime.shares_memory or kind == "host":
+            return [self.allocate(group, purpose, kind) for group in groups]
+        sizes = [padded(t.numel() * t.element_size()) for group in groups for t in group]
+        with self._lock:
+            slabs = iter(self._pin(list(_slab_sizes(sizes)), purpose))
+        space, placed = torch.empty(0, dtype=torch.uint8), []
+        for group in groups:
+            tensors = []
+            for tensor in group:
+                size = padded(tensor.numel() * tensor.element_size())
+                if size > space.numel():
+                    space = next(slabs)
+                tensors += carve(space, [tensor])
+                space = space[size:]
+            placed.append(tensors)
+        return placed
+
+    def _pin(self, sizes: Sequence[int], purpose: str) -> list[Tensor]:
+        """Slabs of ``sizes``, page-locked on several threads."""
+        made: dict[int, Tensor | RuntimeError] = {}
+        todo = iter(range(len(sizes)))
+        lock = self._runtime.signal()
+        progress = _Progress(sum(sizes))
+
+        def work() -> None:
+            while True:
+                with lock:
+                    index = next(todo, None)
+                if index is None:
+                    return
+                slab: Tensor | RuntimeError
+                try:
+                    slab = self._runtime.empty_pinned(sizes[index])
+                except RuntimeError as error:
+                    slab = error
+                with lock:
+                    made[index] = slab
+                    progress.add(sizes[index])
+
+        helpers = min(len(sizes) - 1, PINNING_THREADS, os.cpu_count() or 1) if not self._pin_failed else 0
+        threads = [self._runtime.start(work, "offload-pin") for _ in range(helpers)]
+        if not self._pin_failed:
+            work()
+        for thread in threads:
+            thread.join()
+        return [self._account(size, size, purpose, made.get(index)) for index, size in enumerate(sizes)]
+
     def _slab(self, at_least: int, purpose: str) -> Tensor:
         """A slab that holds ``at_least`` bytes, as large as all that the purpose has so far, up to a full slab."""
         so_far = sum(purposes.get(purpose, 0) for purposes in self._bytes.values())
         wanted = max(at_least, min(so_far, SLAB_BYTES), ALIGNMENT)
-        nbytes = 1 << math.ceil(math.log2(wanted))
+        nbytes = _power_of_two(wanted)
+        slab: Tensor | RuntimeError | None = None
         if not self._pin_failed:
             try:
                 slab = self._runtime.empty_pinned(nbytes)
-                self._bytes["pinned_host"][purpose] += nbytes
-                return slab
             except RuntimeError as error:
-                self._pin_failed = True
-                reason = str(error).splitlines()[0]
-                warnings.warn(
-                    f"page-locking {nbytes / 2**30:.2f} GiB of host memory failed ({reason}); going on with "
-                    "pageable memory, whose copies block and are about half as fast. Raise the limit "
-                    "(`ulimit -l`) or free memory.",
-                    stacklevel=2,
-                )
-        slab = torch.empty(wanted, dtype=torch.uint8)
+                slab = error
+        return self._account(nbytes, wanted, purpose, slab)
+
+    def _account(self, nbytes: int, wanted: int, purpose: str, slab: Tensor | RuntimeError | None) -> Tensor:
+        """Count a slab; pageable memory of ``wanted`` bytes in place of one that could not be page-locked."""
+        if isinstance(slab, Tensor):
+            self._bytes["pinned_host"][purpose] += nbytes
+            return slab
+        if slab is not None and not self._pin_failed:
+            self._pin_failed = True
+            reason = str(slab).splitlines()[0]
+            warnings.warn(
+                f"page-locking {nbytes / 2**30:.2f} GiB of host memory failed ({reason}); going on with "
+                "pageable memory, whose copies block and are about half as fast. Raise the limit "
+                "(`ulimit -l`) or free memory.",
+                stacklevel=2,
+            )
         self._bytes["host"][purpose] += wanted
-        return slab
+        return torch.empty(wanted, dtype=torch.uint8)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Bytes handed out, as ``{memory kind: {purpose: bytes}}``, slabs at their full size."""
         return {kind: dict(purposes) for kind, purposes in self._bytes.items()}
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(nbytes - 1, 0).bit_length()
+
+
+def _slab_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    """The slabs that tensors of ``sizes`` (bytes, padded) need, filled one after another in order."""
+    rest, space = sum(sizes), 0
+    for size in sizes:
+        if size > space:
+            space = _power_of_two(max(size, min(rest, SLAB_BYTES)))
+            yield space
+        space -= size
+        rest -= size
+
+
+class _Progress:
+    """Tells on standard error how far the page-locking of ``total`` bytes is."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._is_told = total >= TOLD_FROM
+        if self._is_told and not sys.stderr.isatty():
+            print(f"page-locking {total / 2**30:.1f} GiB of host memory", file=sys.stderr, flush=True)
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._is_told and sys.stderr.isatty():
+            end = "\n" if self._done == self._total else ""
+            text = f"\rpage-locking host memory: {self._done / 2**30:.1f} of {self._total / 2**30:.1f} GiB"
+            print(text, end=end, file=sys.stderr, flush=True)

@@ -7,17 +7,17 @@ the one that the next forward needs first. Arrival order would leave exactly the
 from __future__ import annotations
 
 import heapq
-import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from offload.engine.base import Hyperparameters
-from offload.engine.runtime import DONE, Event, Runtime, Thread
+from offload.engine.in_flight import InFlight
+from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.units import Piece, Slice, Unit
+from offload.engine.worker import Worker
 
 
 @dataclass
@@ -28,11 +28,13 @@ class Gradient:
         values: in the parameter's shape; contiguous.
         on_host: it rests in host memory, and is complete there once ``arrived()`` returned and its event is done.
         arrived: blocks until all additions on the host are done; returns the event of the last copy.
+        users: submitted jobs that it is part of.
     """
 
     values: Tensor
     on_host: bool = False
     arrived: Callable[[], Event] = lambda: DONE
+    users: int = 0
 
 
 @dataclass(eq=False)
@@ -42,22 +44,39 @@ class Job:
     Attributes:
         piece: what is updated; of it, only the slices whose parameters are in ``gradients``.
         gradients: by parameter.
-        ready: after it, the gradients are complete on the device and nothing queued reads the parameters.
+        ready: after these, one for each stream that gradients came on, they are complete on the device and nothing
+            queued reads the parameters.
         groups: hyperparameters.
         scale: 0-dim factor for the gradients, or None.
+        read: after these, tensors among ``groups`` and ``scale`` that were brought to the host are there.
     """
 
     piece: Piece
     gradients: dict[nn.Parameter, Gradient]
-    ready: Event
+    ready: Sequence[Event]
     groups: Hyperparameters
     scale: Tensor | None
+    read: Sequence[Event] = ()
 
-    def tensors(self) -> list[Tensor]:
-        """The device tensors that an update on the device reads beside parameters and states."""
-        gradients = [gradient.values for gradient in self.gradients.values() if not gradient.on_host]
+    def __post_init__(self) -> None:
+        for gradient in self.gradients.values():
+            gradient.users += 1
+
+    def is_ready(self) -> bool:
+        return all(event.is_done() for event in self.ready)
+
+    def options(self) -> list[Tensor]:
+        """The tensors that an update on the device reads beside parameters, gradients and states."""
         options = [value for group in self.groups for value in group.values() if isinstance(value, Tensor)]
-        return gradients + options + ([] if self.scale is None else [self.scale])
+        return options + ([] if self.scale is None else [self.scale])
+
+    def finished_gradients(self) -> list[Tensor]:
+        """Let go of the gradients; returns those on the device that no other job uses."""
+        for gradient in self.gradients.values():
+            gradient.users -= 1
+        finished = [g.values for g in self.gradients.values() if not g.users and not g.on_host]
+        self.gradients.clear()
+        return finished
 
     @property
     def slices(self) -> list[Slice]:
@@ -99,7 +118,7 @@ class Jobs:
 
     def best(self) -> Job | None:
         """Of the jobs that are ready, the one needed first; else the one that will be ready first."""
-        while self._waiting and (self._waiting[0] not in self._all or self._waiting[0].ready.is_done()):
+        while self._waiting and (self._waiting[0] not in self._all or self._waiting[0].is_ready()):
             job = self._waiting.popleft()
             if job in self._all:
                 heapq.heappush(self._ready, (job.piece.rank, self._added, job))
@@ -109,25 +128,21 @@ class Jobs:
         return self._ready[0][2] if self._ready else next(iter(self._all), None)
 
 
-class Pipeline:
+class Pipeline(Worker):
     """Jobs in, updated units out. Subclasses say what the worker does with a job.
 
-    The worker starts with the first job. An error there is raised again by whatever the caller does next.
+    Args:
+        runtime: streams of the device.
+        in_flight: holds the device tensors that queued work uses.
     """
 
-    name = "offload"
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._signal = runtime.signal()
+    def __init__(self, runtime: Runtime, in_flight: InFlight) -> None:
+        super().__init__(runtime)
+        self._in_flight = in_flight
         self._queue = Jobs()
         self._open: Counter[Unit] = Counter()
         self._updated: dict[Unit, Event] = {}
         self._last_update: Event = DONE
-        self._error: BaseException | None = None
-        self._error_is_known = False
-        self._stopping = False
-        self._thread: Thread | None = None
 
     # The caller's side
 
@@ -138,8 +153,8 @@ class Pipeline:
             for job in jobs:
                 self._queue.add(job)
                 self._open[job.piece.unit] += 1
-            if self._thread is None and self._queue:
-                self._thread = self._runtime.start(self._work, self.name)
+            if self._queue:
+                self._start()
             self._signal.notify_all()
 
     def wait(self, unit: Unit) -> None:
@@ -152,62 +167,23 @@ class Pipeline:
         if event is not None:
             self._runtime.wait(event)
 
-    def wait_for_jobs(self) -> None:
-        """Block the thread until every submitted update is queued on the device."""
-        with self._signal:
-            while any(self._open.values()) and self._error is None:
-                self._signal.wait()
-            self._raise_error()
-
     def settle(self) -> None:
         """Block the thread until every update is done, and states and gradients lie where they rest."""
-        self.wait_for_jobs()
+        with self._signal:
+            while self._is_busy() and self._error is None:
+                self._signal.wait()
+            self._raise_error()
         self._last_update.synchronize()
 
-    def limit(self, jobs: int) -> None:
-        """Block the thread while more than ``jobs`` wait for their turn."""
-        with self._signal:
-            while len(self._queue) > jobs and self._error is None:
-                self._signal.wait()
-
-    def close(self) -> None:
-        """Finish what was submitted and end the worker."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        with self._signal:
-            self._stopping = True
-            self._signal.notify_all()
-        thread.join()
-        self._runtime.wait(self._last_update)
-        if self._error is not None and not self._error_is_known:
-            warnings.warn(f"updates were lost: {type(self._error).__name__}: {self._error}", stacklevel=2)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            self._error_is_known = True
-            raise self._error
+    def _is_busy(self) -> bool:
+        """Whether updates remain to be queued."""
+        return any(self._open.values())
 
     # The worker's side
 
-    def _work(self) -> None:
-        try:
-            with torch.no_grad():
-                self._prepare_thread()
-                while self._work_once():
-                    pass
-        except BaseException as error:
-            with self._signal:
-                self._error = error
-                self._queue = Jobs()
-                self._signal.notify_all()
-
-    def _prepare_thread(self) -> None:
-        return None
-
-    def _work_once(self) -> bool:
-        """Do one thing; False to end the worker."""
-        raise NotImplementedError
+    def _give_up(self) -> None:
+        self._queue = Jobs()
+        self._in_flight.give_up()
 
     def _choose(self) -> Job | None:
         """The job to work on next."""
@@ -215,26 +191,9 @@ class Pipeline:
 
     def _finish(self, job: Job, updated: Event) -> None:
         """Tell the caller that a piece's update is queued and done after ``updated``."""
+        unit = job.piece.unit
         with self._signal:
-            self._last_update = self._updated[job.piece.unit] = updated
-            self._open[job.piece.unit] -= 1
-            self._signal.notify_all()
-
-
-@dataclass
-class Slot:
-    """A buffer that tensors pass through.
-
-    Attributes:
-        buffer: uint8, as large as the largest piece so far.
-        gradients: the same, for gradients that come beside states.
-        made: after it, the memory of the buffers is theirs.
-        filled: after it, what was copied in is there.
-        freed: after it, nothing reads the buffer any more.
-    """
-
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    gradients: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    made: Event = DONE
-    filled: Event = DONE
-    freed: Event = DONE
+            self._last_update = self._updated[unit] = updated
+            self._open[unit] -= 1
+            if not self._open[unit]:
+                self._signal.notify_all()

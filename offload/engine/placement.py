@@ -7,9 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from offload.errors import UserError
 
 MEMORY_KINDS = ("device", "pinned_host", "host")
@@ -78,28 +75,3 @@ def _rule(entry: Any, where: str) -> tuple[re.Pattern[str], str]:
         return re.compile(entry["pattern"]), entry["memory"]
     except (re.error, TypeError) as error:
         raise UserError(f"{where}.pattern: {entry['pattern']!r} is not a regular expression: {error}") from error
-
-
-def state_names(
-    base_class: type[torch.optim.Optimizer],
-    kwargs: Mapping[str, Any],
-    params: Iterable[nn.Parameter],
-    options: Mapping[str, Any] | None = None,
-) -> dict[tuple[int, torch.dtype], list[str]] | None:
-    """Names of the tensors that a base optimizer keeps for a parameter, by its number of dimensions and dtype.
-
-    ``options`` are those of the parameters' group, which may decide what is kept. Found by one step on small
-    parameters; None where the class does not run on them (a kernel for another device), so that nothing can be said
-    before the first real step.
-    """
-    names = {}
-    for dim, dtype in {(param.dim(), param.dtype) for param in params}:
-        probe = nn.Parameter(torch.zeros((2,) * dim, dtype=dtype))
-        probe.grad = torch.zeros_like(probe)
-        try:
-            base = base_class([{**(options or {}), "params": [probe]}], **kwargs)
-            base.step()
-        except Exception:
-            return None
-        names[dim, dtype] = [key for key, value in base.state[probe].items() if isinstance(value, torch.Tensor)]
-    return names

@@ -3,15 +3,19 @@
 Everything above this file is written against :class:`Runtime`. :class:`AcceleratorRuntime` queues work on a
 device's streams, :class:`HostRuntime` does everything at once, and
 :class:`offload.simulation.accelerator.SimulatedAccelerator` plays a device on the CPU and finds missing waits.
+
+A tensor that another stream uses has to be held until that stream's event is done (:mod:`offload.engine.in_flight`
+does). ``record_stream`` would hold its memory too, but leave it in limbo until the allocator looks again, and not every
+backend has it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -68,31 +72,39 @@ class Runtime(Protocol):
     ) -> Event:
         """Queue ``dst.copy_(src)`` behind the events ``after`` and earlier copies of that direction, nothing else.
 
-        ``src`` and ``dst`` may be freed by the caller afterwards, but not written before the event.
-        ``name`` is what traces call the copy.
+        Until the event is done the caller holds on to ``src`` and ``dst`` and leaves them as they are. ``name`` is what
+        traces call the copy.
         """
 
-    def record(self) -> Event:
-        """The point that the current stream's queued work has reached."""
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    def record(self, stream: Hashable = None) -> Event:
+        """The point that a stream's queued work has reached; by default the current stream's."""
 
     def wait(self, event: Event) -> None:
         """Make the current stream's later work wait for ``event``, without blocking the thread."""
 
-    def updating(self, name: str = "") -> AbstractContextManager[None]:
-        """Inside, torch operations of this thread go to the update stream; ``name`` is for traces."""
+    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[None]:
+        """Inside, torch operations of this thread go to the update stream; ``name`` is for traces.
+
+        ``on_default``: to the device's default stream instead, where kernels that know no streams run.
+        """
 
     def working(self, name: str) -> AbstractContextManager[object]:
         """Inside, this thread does the host's share of an update; ``name`` is for traces."""
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that the current stream uses and another one allocated: once they are freed, their memory is not
-        reused before the current stream's queued work is done. Those in host memory are left alone."""
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in host memory."""
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         """A page-locked host buffer of ``nbytes`` (uint8). Raises RuntimeError where it cannot be had."""
 
     def empty_device(self, nbytes: int) -> Tensor:
         """A device buffer of ``nbytes`` (uint8), for any stream."""
+
+    def drain(self) -> None:
+        """Block until everything is done that was queued on this object's own streams."""
 
     def signal(self) -> Signal:
         """A new condition variable."""
@@ -114,19 +126,34 @@ class _Done:
 DONE = _Done()
 
 
+class _OwnThread(threading.Thread):
+    """May be joined by itself: the garbage collector closes an optimizer on whichever thread it happens to run."""
+
+    def join(self, timeout: float | None = None) -> None:
+        if threading.current_thread() is not self:
+            super().join(timeout)
+
+
 class _Threads:
     """Real threads, for the runtimes on real machines."""
 
     def working(self, name: str) -> AbstractContextManager[object]:
-        return torch.profiler.record_function(f"offload: {name}")
+        return _traced(name)
 
     def signal(self) -> Signal:
         return threading.Condition()
 
     def start(self, work: Callable[[], None], name: str) -> Thread:
-        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread = _OwnThread(target=work, name=name, daemon=True)
         thread.start()
         return thread
+
+
+def _traced(name: str) -> AbstractContextManager[object]:
+    """A range in the profiler's trace; nothing where no profiler runs, since a range costs more than a launch."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return torch.profiler.record_function(f"offload: {name}")
+    return nullcontext()
 
 
 class HostRuntime(_Threads):
@@ -140,17 +167,20 @@ class HostRuntime(_Threads):
         dst.copy_(src)
         return DONE
 
-    def record(self) -> Event:
+    def stream(self) -> Hashable:
+        return None
+
+    def record(self, stream: Hashable = None) -> Event:
         return DONE
 
     def wait(self, event: Event) -> None:
         return None
 
-    def updating(self, name: str = "") -> AbstractContextManager[None]:
+    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
-        return None
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return True
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -158,12 +188,16 @@ class HostRuntime(_Threads):
     def empty_device(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def drain(self) -> None:
+        return None
+
 
 class _StreamEvent:
-    """A recorded :class:`torch.Event`."""
+    """A recorded :class:`torch.Event`. Waiting for it sleeps instead of spinning, which would burn a core."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = torch.Event(device=stream.device, blocking=True)
+        self.event.record(stream)
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -176,29 +210,49 @@ class AcceleratorRuntime(_Threads):
     """A device with streams (CUDA, ROCm, XPU) through torch's device-neutral API.
 
     The streams live as long as the runtime: PyTorch's caching allocator ties freed blocks to the streams
-    that used them, so streams made per step would grow the reserved memory.
+    that used them, so streams made per step would grow the reserved memory. They are made current by
+    ``torch.accelerator.set_stream`` and never entered as contexts: a ``torch.Stream`` keeps what it has to
+    restore in the object itself, so two threads cannot be inside one.
     """
 
     shares_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = {"down": torch.Stream(device=device), "up": torch.Stream(device=device)}
-        self._update = torch.Stream(device=device)
+        self._streams = {name: torch.Stream(device=device) for name in ("down", "up", "update")}
+        # As handed out for the device's default stream, whichever stream is current now.
+        made = self._streams["update"]
+        self._default = torch.Stream(stream_id=0, device_index=made.device_index, device_type=made.device_type)
+
+    @contextmanager
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
+        """Inside, ``stream`` is this thread's current stream, and its device the current one."""
+        device = torch.accelerator.current_device_index()
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            if device != before.device.index:
+                torch.accelerator.set_device_index(device)
 
     def copy(
         self, dst: Tensor, src: Tensor, direction: Direction, after: Sequence[Event] = (), name: str = ""
     ) -> Event:
-        stream = self._copies[direction]
+        stream = self._streams[direction]
         for event in after:
             self._wait(stream, event)
-        with stream, torch.profiler.record_function(f"offload: {name or direction}"):
+        with self._on(stream), _traced(name or direction):
             dst.copy_(src, non_blocking=True)
-        (src if direction == "down" else dst).record_stream(stream)
-        return _StreamEvent(stream.record_event())
+        return _StreamEvent(stream)
 
-    def record(self) -> Event:
-        return _StreamEvent(torch.accelerator.current_stream(self._device).record_event())
+    def stream(self) -> Hashable:
+        return torch.accelerator.current_stream(self._device)
+
+    def record(self, stream: Hashable = None) -> Event:
+        where: Any = self.stream() if stream is None else stream
+        return _StreamEvent(where)
 
     def wait(self, event: Event) -> None:
         self._wait(torch.accelerator.current_stream(self._device), event)
@@ -208,21 +262,22 @@ class AcceleratorRuntime(_Threads):
             stream.wait_event(event.event)
 
     @contextmanager
-    def updating(self, name: str = "") -> Iterator[None]:
-        with self._update, torch.profiler.record_function(f"offload: {name or 'update'}"):
+    def updating(self, name: str = "", *, on_default: bool = False) -> Iterator[None]:
+        with self._on(self._default if on_default else self._streams["update"]), _traced(name or "update"):
             yield
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
-        stream = torch.accelerator.current_stream(self._device)
-        for tensor in tensors:
-            if tensor.device.type == self._device.type:
-                tensor.record_stream(stream)
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def empty_device(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def drain(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def runtime_for(device: torch.device) -> Runtime:

@@ -15,33 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.base import Entry
+from offload.engine.forecast import Form
 from offload.engine.memory import ALIGNMENT, HostMemory, carve, padded
 from offload.engine.placement import Placement
-from offload.engine.units import Piece, Slice, flat_bytes
+from offload.engine.units import Piece, Slice, components, flat_bytes, rebuild
 
 Move = Callable[[Tensor, Tensor], object]
 """``move(destination, source)`` copies between two plain tensors, now or queued."""
-
-
-def components(value: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a value: itself, or what a tensor subclass (torchao's 8-bit state) is made of."""
-    if not _is_wrapper(value):
-        return [value]
-    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [component for name in names for component in components(getattr(value, name))]
-
-
-def rebuild(like: Tensor, parts: Iterator[Tensor]) -> Tensor:
-    """A tensor like ``like`` out of other components, in the order of :func:`components`."""
-    if not _is_wrapper(like):
-        return next(parts)
-    names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: rebuild(getattr(like, name), parts) for name in names}
-    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())  # type: ignore[attr-defined]
-
-
-def _is_wrapper(value: Tensor) -> bool:
-    return hasattr(value, "__tensor_flatten__")
 
 
 @dataclass
@@ -62,11 +42,14 @@ class Layout:
     Attributes:
         nbytes: size of the buffer that it needs.
         runs: ``(host memory as uint8, offset in the buffer)``: the copies that bring everything.
+        staged: the states.
+        views: of each buffer, by its address: the states of each slice as they lie there.
     """
 
     nbytes: int = 0
     runs: list[tuple[Tensor, int]] = field(default_factory=list)
     staged: list[_Staged] = field(default_factory=list)
+    views: dict[int, dict[Slice, dict[str, Tensor]]] = field(default_factory=dict)
 
 
 class States:
@@ -98,6 +81,7 @@ class States:
         self._layouts: dict[Piece, Layout] = {}
         self._own: dict[tuple[Slice, str], Any] = {}  # of a range of a parameter: its copy of what has no ranges
         self._begun: dict[nn.Parameter, set[Slice]] = {}  # ranges that had their first update, if not all at once
+        self._planned: dict[tuple[nn.Parameter, str], list[Tensor]] = {}  # memory of states that are still to come
 
     def _state(self, param: nn.Parameter) -> dict[str, Any]:
         return self._base.state[self._resting(param)]
@@ -145,14 +129,60 @@ class States:
         """Whether a state lies in memory that :class:`HostMemory` counts."""
         return self._rests_on_host(key, value, name) is not None
 
+    def plan(self, pieces: Sequence[Piece], forms: Callable[[Slice], Sequence[Form]]) -> int:
+        """Page-lock memory for states before there are any, those of a piece side by side.
+
+        Args:
+            pieces: what has no states yet.
+            forms: the states that a slice's parameter will have.
+
+        Returns:
+            Bytes of a staging buffer that holds the states of any of the pieces.
+        """
+        largest = 0
+        wanted: dict[str, list[list[tuple[tuple[nn.Parameter, str], Tensor]]]] = {}  # by kind and piece
+        for piece in pieces:
+            staged = 0
+            of_piece: dict[str, list[tuple[tuple[nn.Parameter, str], Tensor]]] = {}
+            for part in piece.slices:
+                for form in forms(part) if part.param.requires_grad else ():
+                    likes = [component.of(part.param) for component in form.components]
+                    kind = self._rests_on_host(form.key, likes[0], part.name)
+                    if kind is None:
+                        continue
+                    staged += sum(padded(c.elements(part) * c.dtype.itemsize) for c in form.components)
+                    if part.start == 0:
+                        of_piece.setdefault(kind, []).extend(((part.param, form.key), like) for like in likes)
+            for kind, entries in of_piece.items():
+                wanted.setdefault(kind, []).append(entries)
+            largest = max(largest, staged)
+        for kind, by_piece in wanted.items():
+            likes_of = [[like for _, like in entries] for entries in by_piece]
+            placed = self._memory.allocate_all(likes_of, "optimizer_state", kind)
+            for entries, tensors in zip(by_piece, placed, strict=True):
+                for (owner, _), tensor in zip(entries, tensors, strict=True):
+                    self._planned.setdefault(owner, []).append(tensor)
+        return largest
+
+    def _memory_of(self, param: nn.Parameter, key: str, like: Sequence[Tensor]) -> list[Tensor] | None:
+        """The planned memory of a state in the form of ``like``; None where none fits."""
+        planned = self._planned.pop((param, key), [])
+        if [tensor.nbytes for tensor in planned] != [tensor.numel() * tensor.element_size() for tensor in like]:
+            return None
+        return [carve(flat_bytes(memory), [tensor])[0] for memory, tensor in zip(planned, like, strict=True)]
+
     # On the way
 
     def layout(self, piece: Piece) -> Layout:
         """Where the states of a piece go in a staging buffer; empty before there are any."""
         layout = self._layouts.get(piece)
-        if layout is None or not self._is_current(piece, layout):
+        if layout is None:
             layout = self._layouts[piece] = self._lay_out(piece)
         return layout
+
+    def forget_layouts(self) -> None:
+        """States may be other tensors now, or staging buffers."""
+        self._layouts.clear()
 
     def _on_host(self, piece: Piece) -> Iterator[tuple[Slice, str, Tensor]]:
         for part in piece.slices:
@@ -160,12 +190,6 @@ class States:
                 for key, value in self._state(part.param).items():
                     if self._rests_on_host(key, value, part.name):
                         yield part, key, value
-
-    def _is_current(self, piece: Piece, layout: Layout) -> bool:
-        now = list(self._on_host(piece))
-        return len(now) == len(layout.staged) and all(
-            staged.resting is value for staged, (_, _, value) in zip(layout.staged, now, strict=True)
-        )
 
     def _lay_out(self, piece: Piece) -> Layout:
         layout = Layout()
@@ -206,21 +230,30 @@ class States:
 
     def staged(self, part: Slice, layout: Layout | None, buffer: Tensor | None) -> dict[str, Any]:
         """The state of one slice for the base optimizer, with what rests on the host in ``buffer``."""
-        state = self._in_place(part)
-        for entry in () if layout is None else layout.staged:
-            if entry.slice is part:
-                assert buffer is not None
-                pairs = zip(entry.parts, entry.offsets, strict=True)
-                views = [carve(buffer[offset:], [component])[0] for component, offset in pairs]
-                state[entry.key] = rebuild(self._range(part, entry.key, entry.resting), iter(views))
-        return state
+        if layout is None or buffer is None:
+            return self._in_place(part, {})
+        address = buffer.data_ptr()
+        if address not in layout.views:
+            layout.views[address] = self._views(layout, buffer)
+        views = layout.views[address].get(part, {})
+        return {**self._in_place(part, views), **views}
 
-    def _in_place(self, part: Slice) -> dict[str, Any]:
+    def _views(self, layout: Layout, buffer: Tensor) -> dict[Slice, dict[str, Tensor]]:
+        views: dict[Slice, dict[str, Tensor]] = {}
+        for entry in layout.staged:
+            pairs = zip(entry.parts, entry.offsets, strict=True)
+            parts = [carve(buffer[offset:], [component])[0] for component, offset in pairs]
+            like = self._range(entry.slice, entry.key, entry.resting)
+            views.setdefault(entry.slice, {})[entry.key] = rebuild(like, iter(parts))
+        return views
+
+    def _in_place(self, part: Slice, staged: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What of a slice's state is where the update runs: all but ``staged`` and what rests elsewhere."""
         state: dict[str, Any] = {}
         if not self._has_state(part):
             return state
         for key, value in self._state(part.param).items():
-            if self._rests_on_host(key, value, part.name):
+            if key in staged or (not staged and self._rests_on_host(key, value, part.name)):
                 continue
             if part.is_whole:
                 state[key] = value
@@ -291,6 +324,8 @@ class States:
                     target[key] = value
                 else:
                     created.append((part, key, value))
+        if created:
+            self.forget_layouts()
         for part, key, value in created:
             if not part.is_whole:
                 self._rest_range(part, key, value, move)
@@ -304,7 +339,8 @@ class States:
             if kind is None:
                 target[key] = torch.empty_like(whole, device=value.device)
             else:
-                (target[key],) = self._memory.allocate([whole], "optimizer_state", kind)
+                planned = self._memory_of(part.param, key, [whole])
+                (target[key],) = planned or self._memory.allocate([whole], "optimizer_state", kind)
         resting = self._range(part, key, target[key])
         if self._rests_on_host(key, value, part.name):
             move(resting, value)
@@ -312,19 +348,26 @@ class States:
             resting.copy_(value)
 
     def _rest_whole(self, created: Sequence[tuple[Slice, str, Tensor]], move: Move) -> None:
-        by_kind: dict[str, list[tuple[Slice, str, Tensor]]] = {}
+        without: dict[str, list[tuple[Slice, str, Tensor]]] = {}
         for part, key, value in created:
+            memory = self._memory_of(part.param, key, components(value))
+            if memory is not None:
+                self._rest_in(memory, part, key, value, move)
+                continue
             kind = self._rests_on_host(key, value, part.name)
             assert kind is not None
-            by_kind.setdefault(kind, []).append((part, key, value))
-        for kind, entries in by_kind.items():
-            sources = [component for _, _, value in entries for component in components(value)]
-            targets = self._memory.allocate(sources, "optimizer_state", kind)
-            for target, source in zip(targets, sources, strict=True):
-                move(target, source)
-            parts = iter(targets)
-            for part, key, value in entries:
-                self._state(part.param)[key] = rebuild(value, parts)
+            without.setdefault(kind, []).append((part, key, value))
+        for kind, entries in without.items():
+            sources = [components(value) for _, _, value in entries]
+            memory = self._memory.allocate([source for parts in sources for source in parts], "optimizer_state", kind)
+            for (part, key, value), parts in zip(entries, sources, strict=True):
+                self._rest_in(memory[: len(parts)], part, key, value, move)
+                memory = memory[len(parts) :]
+
+    def _rest_in(self, memory: Sequence[Tensor], part: Slice, key: str, value: Tensor, move: Move) -> None:
+        for target, source in zip(memory, components(value), strict=True):
+            move(target, source)
+        self._state(part.param)[key] = rebuild(value, iter(memory))
 
     # Loading
 

@@ -10,20 +10,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from offload.engine.base import PartialStep
+from offload.engine.in_flight import InFlight
 from offload.engine.memory import carve, padded
-from offload.engine.pipeline import Job, Pipeline, Slot
+from offload.engine.pipeline import Job, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.states import States
 from offload.engine.units import Piece, Slice
 
-SLOTS = 4
-"""Staging buffers: one on its way up, one updating, one on its way down, one ahead."""
+SLOTS = 3
+"""Staging buffers: one on its way up, one updating or on its way down, one ahead. An update takes a tenth of the time
+of its copies, so that three keep both directions of the link busy."""
 
 UPLOADS_IN_FLIGHT = 2
+
+
+@dataclass(eq=False)
+class Slot:
+    """Staging buffers on the device that pieces pass through.
+
+    Attributes:
+        states: uint8, as large as the largest piece so far.
+        gradients: the same, for gradients that come from the host.
+        made: after it, the memory of the buffers is theirs.
+        filled: after it, what was copied in is there.
+        freed: after it, nothing reads the buffers any more.
+    """
+
+    states: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    made: Event = DONE
+    filled: Event = DONE
+    freed: Event = DONE
 
 
 class StreamPipeline(Pipeline):
@@ -31,17 +54,23 @@ class StreamPipeline(Pipeline):
 
     Args:
         runtime: streams of the device.
+        in_flight: holds the device tensors that queued work uses.
         step: runs the base optimizer on part of its parameters.
         states: where states rest.
+        on_default: the base optimizer's kernels run on the device's default stream, whichever is current.
     """
 
     name = "offload-stream"
 
-    def __init__(self, runtime: Runtime, step: PartialStep, states: States) -> None:
-        super().__init__(runtime)
+    def __init__(
+        self, runtime: Runtime, in_flight: InFlight, step: PartialStep, states: States, *, on_default: bool = False
+    ) -> None:
+        super().__init__(runtime, in_flight)
         self._step = step
         self._states = states
-        self._free = deque(Slot() for _ in range(SLOTS))
+        self._on_default = on_default
+        self._slots = [Slot() for _ in range(SLOTS)]
+        self._free = deque(self._slots)
         self._staged: dict[Piece, Slot] = {}
         self._uploads: deque[Event] = deque()
         self._rested: dict[Piece, Event] = {}
@@ -50,9 +79,15 @@ class StreamPipeline(Pipeline):
         self._expected: list[Piece] = []
         self._overdue: set[Job] = set()
         self._holding = True
-        self._flushing = False
+        self._is_staging = False
 
     # The caller's side
+
+    def reserve(self, states: int, gradients: int) -> None:
+        """Make the staging ring, for pieces of up to so many bytes of states, and of gradients from the host."""
+        for slot in self._slots:
+            slot.states = self._enlarged(slot, slot.states, states)
+            slot.gradients = self._enlarged(slot, slot.gradients, gradients)
 
     def submit(self, jobs: Iterable[Job]) -> None:
         with self._signal:
@@ -68,36 +103,40 @@ class StreamPipeline(Pipeline):
             self._signal.notify_all()
 
     def settle(self) -> None:
-        """As above; nothing is brought up ahead afterwards, until the next :meth:`submit`."""
+        """As above; nothing is brought up ahead afterwards until the next :meth:`submit`, since the caller may change
+        the states."""
         with self._signal:
             self._holding = True
-            self._flushing = self._thread is not None  # the worker answers when it has nothing left to update
-            self._signal.notify_all()
-            while self._flushing and self._error is None:
-                self._signal.wait()
-            self._raise_error()
+        super().settle()
+        with self._signal:
+            self._free.extend(self._staged.values())
+            self._staged.clear()
+            self._states.forget_layouts()
         # What was brought up ahead is not used, but is still being read.
         self._last_staged.synchronize()
         self._last_rested.synchronize()
-        self._last_update.synchronize()
 
     def staging_bytes(self) -> int:
         """Device memory of the staging ring."""
-        return sum(slot.buffer.numel() + slot.gradients.numel() for slot in [*self._free, *self._staged.values()])
+        return sum(slot.states.numel() + slot.gradients.numel() for slot in self._slots)
+
+    def _is_busy(self) -> bool:
+        return self._is_staging or super()._is_busy()
 
     # The worker's side
 
     def _work_once(self) -> bool:
         with self._signal:
+            if self._is_staging:
+                self._is_staging = False
+                self._signal.notify_all()
             while True:
                 job = next(filter(None, map(self._queue.of, self._staged)), None)
                 piece = None if job is not None else self._next_to_stage()
                 if job is not None or piece is not None:
                     break
-                if self._flushing or self._stopping:
-                    self._flush()
-                    if self._stopping:
-                        return False
+                if self._stopping:
+                    return False
                 self._signal.wait()
             if job is not None:
                 self._queue.remove(job)
@@ -105,11 +144,18 @@ class StreamPipeline(Pipeline):
                     self._overdue.remove(job)
                 elif job.piece in self._expected:
                     self._expected.remove(job.piece)
+                slot = self._staged.pop(job.piece)
+            else:
+                assert piece is not None
+                self._is_staging = True
+                if not self._free:
+                    self._free.append(self._staged.pop(next(reversed(self._staged))))
+                slot = self._staged[piece] = self._free.popleft()
         if job is not None:
-            self._update(job, self._staged.pop(job.piece))
+            self._update(job, slot)
         else:
             assert piece is not None
-            self._stage(piece)
+            self._stage(piece, slot)
         return True
 
     def _next_to_stage(self) -> Piece | None:
@@ -123,64 +169,54 @@ class StreamPipeline(Pipeline):
         return job.piece
 
     def _next_expected(self) -> Piece | None:
-        """The piece to bring up before its gradient is there, while enough slots stay free for those that have it."""
+        """The piece to bring up before its gradient is there, while a slot stays free for those that have it."""
         if self._holding or self._stopping or len(self._free) < 2:
             return None
         pieces = (piece for piece in self._expected if piece not in self._staged)
         return next((piece for piece in pieces if self._states.layout(piece).nbytes), None)
 
-    def _flush(self) -> None:
-        """Give up what was brought up ahead."""
-        self._flushing = False
-        self._free.extend(self._staged.values())
-        self._staged.clear()
-        self._signal.notify_all()
-
-    def _stage(self, piece: Piece) -> None:
+    def _stage(self, piece: Piece, slot: Slot) -> None:
         """Queue the copies that bring a piece's states up."""
-        if not self._free:
-            self._free.append(self._staged.pop(next(reversed(self._staged))))
-        slot = self._free.popleft()
-        self._staged[piece] = slot
         layout = self._states.layout(piece)
         slot.filled = DONE
         if not layout.nbytes:
             return
         while len(self._uploads) >= UPLOADS_IN_FLIGHT:
             self._uploads.popleft().synchronize()
-        slot.buffer = self._device_buffer(slot, slot.buffer, layout.nbytes)
+        slot.states = self._enlarged(slot, slot.states, layout.nbytes)
         after = (slot.made, slot.freed, self._rested.get(piece, DONE))
         for host, offset in layout.runs:
-            target = slot.buffer[offset : offset + host.numel()]
+            target = slot.states[offset : offset + host.numel()]
             slot.filled = self._runtime.copy(target, host, "up", after, f"{piece.name} states up")
         self._uploads.append(slot.filled)
         self._last_staged = slot.filled
 
-    def _device_buffer(self, slot: Slot, buffer: Tensor, nbytes: int) -> Tensor:
-        """``buffer``, or a larger one where it is too small."""
+    def _enlarged(self, slot: Slot, buffer: Tensor, nbytes: int) -> Tensor:
+        """A slot's buffer, or a larger one where it is too small."""
         if buffer.numel() >= nbytes:
             return buffer
+        self._states.forget_layouts()
+        self._in_flight.release([buffer], slot.freed)
+        self._in_flight.set_aside(nbytes - buffer.numel())
         larger = self._runtime.empty_device(nbytes)
         # The allocator hands out memory that the stream it allocates for may still be reading.
         slot.made = self._runtime.record()
-        with self._runtime.updating():
-            self._runtime.borrow([larger])
         return larger
 
     def _update(self, job: Job, slot: Slot) -> None:
         layout = self._states.layout(job.piece)
         from_host = self._bring_gradients(job, slot)
-        with self._runtime.updating(f"{job.piece.name} update"):
-            self._runtime.wait(job.ready)
+        with self._runtime.updating(f"{job.piece.name} update", on_default=self._on_default):
+            for ready in job.ready:
+                self._runtime.wait(ready)
             self._runtime.wait(slot.filled)
-            self._runtime.borrow(job.tensors())
             gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
             created: list[tuple[Tensor, Tensor]] = []
             self._states.update(
                 {part: (part.of(part.param.detach()), gradient) for part, gradient in gradients.items()},
                 lambda entries: self._step(entries, job.groups, job.scale),
                 layout,
-                slot.buffer,
+                slot.states,
                 move=lambda target, source: created.append((target, source)),
             )
             updated = self._runtime.record()
@@ -192,15 +228,17 @@ class StreamPipeline(Pipeline):
             slot.freed = self._last_rested = self._runtime.copy(target, source, "down", (updated,), name)
 
         for host, offset in layout.runs:
-            down(host, slot.buffer[offset : offset + host.numel()])
+            down(host, slot.states[offset : offset + host.numel()])
         for target, source in created:
             down(target, source)
         if created:
             # What a first update created does not lie in the ring: one piece of it at a time.
             slot.freed.synchronize()
         self._rested[job.piece] = slot.freed
-        self._free.append(slot)
-        job.gradients.clear()
+        gradients.clear()
+        self._in_flight.release([*job.options(), *job.finished_gradients()], updated)
+        with self._signal:
+            self._free.append(slot)
         self._finish(job, updated)
 
     def _bring_gradients(self, job: Job, slot: Slot) -> dict[Slice, Tensor]:
@@ -209,8 +247,7 @@ class StreamPipeline(Pipeline):
         if not from_host:
             return {}
         spans = {part: part.of(gradient.values) for part, gradient in from_host.items()}
-        total = sum(padded(span.nbytes) for span in spans.values())
-        slot.gradients = self._device_buffer(slot, slot.gradients, total)
+        slot.gradients = self._enlarged(slot, slot.gradients, sum(padded(span.nbytes) for span in spans.values()))
         gradients = dict(zip(spans, carve(slot.gradients, spans.values()), strict=True))
         for part, span in spans.items():
             after = (slot.made, slot.freed, from_host[part].arrived())

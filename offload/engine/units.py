@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 16 * 2**20
-"""Elements of the largest piece, unless a single tensor that cannot be cut is larger. 32 MiB of bf16: long enough
-for full speed on any link, short enough that a few of them in flight are small beside a layer. A multiple of 64, so
-that ranges of a tensor begin at the alignment of host memory."""
+CHUNK_ELEMENTS = 48 * 2**20
+"""Elements of the largest piece, unless a single tensor that cannot be cut is larger. A layer of a 7B model is five
+pieces, of whole tensors: each piece costs Python and a handful of CUDA calls, and a tensor that is cut needs a copy for
+each of its states and ranges. A multiple of 64, so that ranges of a tensor begin at the alignment of host memory."""
 
 Member = tuple[nn.Parameter, str, int, int]
 """``(parameter, name, index of its group, its position over all groups)``."""
@@ -103,7 +103,9 @@ class Unit:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def build_units(params: Iterable[Member], *, named: bool, can_cut: bool, block: int = 1) -> list[Unit]:
+def build_units(
+    params: Iterable[Member], *, named: bool, can_cut: bool, block: int = 1, limit: int | None = None
+) -> list[Unit]:
     """Units in the order of their first parameter.
 
     Args:
@@ -113,7 +115,9 @@ def build_units(params: Iterable[Member], *, named: bool, can_cut: bool, block: 
         can_cut: the base optimizer is elementwise, so that a tensor above :data:`CHUNK_ELEMENTS` may be
             updated in parts.
         block: parts begin at multiples of it.
+        limit: elements of the largest piece, if fewer than :data:`CHUNK_ELEMENTS`.
     """
+    largest = CHUNK_ELEMENTS if limit is None else min(limit, CHUNK_ELEMENTS)
     units: dict[str, Unit] = {}
     entries: dict[str, list[Member]] = {}
     for member in params:
@@ -122,24 +126,24 @@ def build_units(params: Iterable[Member], *, named: bool, can_cut: bool, block: 
         units.setdefault(key, Unit(key)).params.append(param)
         entries.setdefault(key, []).append(member)
     for key, unit in units.items():
-        unit.pieces = [Piece(unit, slices) for slices in _cut(entries[key], can_cut, block)]
+        unit.pieces = [Piece(unit, slices) for slices in _cut(entries[key], can_cut, block, largest)]
     return list(units.values())
 
 
-def _cut(params: Sequence[Member], can_cut: bool, block: int) -> list[list[Slice]]:
-    """Slices of at most :data:`CHUNK_ELEMENTS` together where that can be; small parameters share a piece."""
+def _cut(params: Sequence[Member], can_cut: bool, block: int, largest: int) -> list[list[Slice]]:
+    """Slices of at most ``largest`` elements together where that can be; small parameters share a piece."""
     cut: list[list[Slice]] = []
     shared: list[tuple[int, list[Slice]]] = []
     for param, name, group, position in params:
         count = param.numel()
-        if count > CHUNK_ELEMENTS:
-            step = max(CHUNK_ELEMENTS // block, 1) * block if can_cut and param.is_contiguous() else count
+        if count > largest:
+            step = max(largest // block, 1) * block if can_cut and param.is_contiguous() else count
             starts = range(0, count, step)
             cut.extend([[Slice(param, name, group, position, start, min(start + step, count))] for start in starts])
             continue
         whole = Slice(param, name, group, position, 0, count)
         for index, (used, slices) in enumerate(shared):
-            if used + count <= CHUNK_ELEMENTS:
+            if used + count <= largest:
                 slices.append(whole)
                 shared[index] = (used + count, slices)
                 break
@@ -161,3 +165,24 @@ def has_layout_of(tensor: Tensor, like: Tensor) -> bool:
 def in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor`` with its elements in the order of those of ``like``: fused kernels walk over memory."""
     return tensor if has_layout_of(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def components(value: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a value: itself, or what a tensor subclass (torchao's 8-bit state) is made of."""
+    if not _is_wrapper(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [component for name in names for component in components(getattr(value, name))]
+
+
+def rebuild(like: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    """A tensor like ``like`` out of other components, in the order of :func:`components`."""
+    if not _is_wrapper(like):
+        return next(parts)
+    names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: rebuild(getattr(like, name), parts) for name in names}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())  # type: ignore[attr-defined]
+
+
+def _is_wrapper(value: Tensor) -> bool:
+    return hasattr(value, "__tensor_flatten__")

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -136,6 +136,7 @@ class _Context:
     """One ``with updating(name)``; an identity that spans are merged by."""
 
     name: str
+    stream: str = "update"
 
 
 class _Point:
@@ -255,6 +256,8 @@ class _Started:
         if self._simulator._left:
             return
         caller = self._simulator._point()
+        if caller is self._thread:
+            return
         if not self._thread.ended:
             where = f"for the end of {self._thread.name!r}"
             self._simulator._block(caller, lambda: self._thread.ended, lambda: self._thread.now, where)
@@ -390,9 +393,12 @@ class SimulatedAccelerator:
 
         return self._mark(stream, thread, before, run)
 
-    def record(self) -> Event:
+    def stream(self) -> Hashable:
+        return self._stream_of(self._current()).name
+
+    def record(self, stream: Hashable = None) -> Event:
         thread = self._point()
-        return self._mark(self._stream_of(thread), thread)
+        return self._mark(self._stream_of(thread) if stream is None else self._streams[str(stream)], thread)
 
     def wait(self, event: Event) -> None:
         if self._left:
@@ -405,9 +411,9 @@ class SimulatedAccelerator:
             self._follow(stream, event)
 
     @contextmanager
-    def updating(self, name: str = "") -> Iterator[None]:
+    def updating(self, name: str = "", *, on_default: bool = False) -> Iterator[None]:
         thread = self._point()
-        thread.contexts.append(_Context(name or "update"))
+        thread.contexts.append(_Context(name or "update", "compute" if on_default else "update"))
         try:
             yield
         finally:
@@ -422,9 +428,14 @@ class SimulatedAccelerator:
         finally:
             thread.work = None
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: memory that was touched is never used again here, so a missing call does not show."""
-        self._current()
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return self._ledger.on_host(tensor)
+
+    def drain(self) -> None:
+        if not self._left:
+            thread = self._point()
+            for name in ("update", "up", "down"):
+                self._drain(thread, self._streams[name])
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         return self._empty(nbytes, on_host=True)
@@ -474,7 +485,7 @@ class SimulatedAccelerator:
 
     def _stream_of(self, thread: _Thread) -> _Stream:
         """The thread's current stream."""
-        return self._streams["update" if thread.contexts else "compute"]
+        return self._streams[thread.contexts[-1].stream if thread.contexts else "compute"]
 
     def _mark(
         self, stream: _Stream, thread: _Thread, after: Sequence[_Point] = (), run: Callable[[], None] | None = None
@@ -523,11 +534,15 @@ class SimulatedAccelerator:
         thread.now = max(thread.now, stream.now)
 
     def _synchronize(self, point: _Point) -> None:
+        if self._left:
+            return
         thread = self._point()
         self._reach(thread, point)
         self._switch(thread)
 
     def _is_done(self, point: _Point) -> bool:
+        if self._left:
+            return True
         thread = self._point()
         if isinstance(self.order, int):
             done = point.seen or self._random.random() < 0.5

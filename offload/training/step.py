@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from offload.engine.gradients import tensor_norm, total_norm
+from offload.engine.norms import tensor_norm, total_norm
 from offload.errors import UserError
 from offload.training.config import instantiate
 from offload.training.data import Batch

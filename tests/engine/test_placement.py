@@ -6,12 +6,10 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-import offload.optim
 from offload import OffloadOptimizer
-from offload.engine.placement import Placement, state_names
+from offload.engine.placement import Placement
 from offload.errors import UserError
 
 NORMS = "exp_avg/.*norm.*"
@@ -121,36 +119,6 @@ def test_other_strategies_refuse_rules(strategy: Any) -> None:
         OffloadOptimizer(model().parameters(), strategy=strategy, offload_states="exp_avg/.*")
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "matrix", "vector"),
-    [
-        ("AdamW", {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, None),
-        ("SGD", {"momentum": 0.9}, {"momentum_buffer"}, None),
-        ("SGD", {}, set(), None),
-        ("Adafactor", {}, {"step", "row_var", "col_var"}, {"step", "variance"}),
-    ],
-)
-def test_state_names_by_dimension_and_dtype(
-    name: str, kwargs: dict[str, Any], matrix: set[str], vector: set[str] | None
-) -> None:
-    names = state_names(getattr(torch.optim, name), kwargs, model().parameters())
-    assert names is not None
-    fp32 = torch.float32
-    assert set(names[2, fp32]) == matrix and set(names[1, fp32]) == (matrix if vector is None else vector)
-
-
-def test_state_names_of_the_packed_adamw() -> None:
-    """A remainder is kept for bf16 parameters only."""
-    params = [nn.Parameter(torch.zeros(3, 3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
-    names = state_names(offload.optim.AdamW, {"state_dtype": "int8", "master": "split"}, params)
-    assert names is not None
-    moments = {"step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"}
-    assert {key: set(value) for key, value in names.items()} == {
-        (2, torch.float32): moments,
-        (2, torch.bfloat16): moments | {"remainder"},
-    }
-
-
 def test_a_group_of_another_format_has_its_own_states(simulated: Any) -> None:
     """Only the second group has scales, which only the group itself says."""
     first, second = model().bfloat16(), model().bfloat16()
@@ -166,11 +134,3 @@ def test_a_group_of_another_format_has_its_own_states(simulated: Any) -> None:
     build("exp_avg_scale/second.0.weight")
     with pytest.raises(UserError, match="'exp_avg_scale/first.0.weight' matches no state"):
         build("exp_avg_scale/first.0.weight")
-
-
-def test_an_optimizer_that_does_not_run_here_has_no_known_names() -> None:
-    class Elsewhere(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            raise RuntimeError("no kernel for this device")
-
-    assert state_names(Elsewhere, {}, model().parameters()) is None

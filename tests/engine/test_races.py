@@ -25,9 +25,13 @@ import offload.engine.accumulation
 import offload.engine.engine
 import offload.engine.gradients
 import offload.engine.host
+import offload.engine.in_flight
+import offload.engine.memory
 import offload.engine.model
+import offload.engine.norms
 import offload.engine.pipeline
 import offload.engine.stream
+import offload.engine.worker
 import offload.optimizer
 from offload import OffloadOptimizer
 from offload.engine.runtime import DONE
@@ -39,16 +43,20 @@ MODULES = (
     offload.engine.stream,
     offload.engine.host,
     offload.engine.pipeline,
+    offload.engine.worker,
+    offload.engine.in_flight,
+    offload.engine.memory,
     offload.engine.accumulation,
     offload.engine.engine,
     offload.engine.model,
+    offload.engine.norms,
     offload.engine.gradients,
     offload.optimizer,
 )
 
 WAITING = {
+    "drain",
     "join",
-    "limit",
     "settle",
     "_settle",
     "synchronize",
@@ -57,7 +65,6 @@ WAITING = {
     "_wait_for",
     "wait_for_all",
     "_wait_for_all",
-    "wait_for_jobs",
 }
 """What a wait calls, as a statement. (A Signal's ``wait`` is left by leaving its loop.)"""
 
@@ -172,6 +179,9 @@ def _ordering(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Found:
 
 def _drop_event(parents: dict[ast.AST, ast.AST], event: ast.expr) -> None:
     """The event is made, and not waited for."""
+    if isinstance(event, ast.Starred):
+        _put(parents, event, ast.Starred(ast.Tuple([], ast.Load()), ast.Load()))
+        return
     both = ast.Tuple([event, ast.Constant(None)], ast.Load())
     _put(parents, event, ast.Subscript(both, ast.Constant(1), ast.Load()))
 
@@ -355,7 +365,11 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
     named = [*model.named_parameters(), *([("loss.temperature", temperature)] if extra == "outside" else [])]
     grown = [(name, param) for name, param in named if extra == "grow" and name.startswith("layers.2")]
     params = [(name, param) for name, param in named if (name, param) not in grown]
+    if extra == "one piece":
+        params = [(name, param) for name, param in named if name.startswith("layers.0")]
     lr = torch.tensor(1e-2) if extra == "change lr" else 1e-2
+    if extra == "change lr on the device":
+        lr = torch.full((), 1e-2)
     optimizer: Any
     if plain:
         base_class = BASES.get(extra, torch.optim.AdamW)
@@ -371,10 +385,10 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             lr=lr,
             **kwargs,
         )
-        if scenario.in_backward and scenario.offload_gradients:
-            worker = optimizer._worker
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(lambda _: _check_queue(worker))
+        held = optimizer._in_flight
+        held.limit = BUDGET
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: _check_budget(held, scenario))
     seen: list[Tensor] = []
     for step in range(STEPS):
         model.uses_branch = "branch" in extra and step == 1
@@ -432,8 +446,16 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
 BASES: dict[str, type[torch.optim.Optimizer]] = {"whole": Whole, "sgd": torch.optim.SGD}
 
 
-def _check_queue(worker: Any) -> None:
-    assert len(worker._queue) <= 1, "gradients pile up on the device"
+BUDGET = 600
+"""Bytes of gradients: two or three of the model's."""
+
+
+def _check_budget(held: Any, scenario: Scenario) -> None:
+    """After a hook: what is more than the budget belongs to pieces that are not complete, which hold a layer each."""
+    complete = held._bytes - sum(held._counted[g] for g in held._counted if g not in held._submitted)
+    leaving = {tensor for _, tensors in held._leaving for tensor in tensors}
+    complete += sum(nbytes for gradient, nbytes in held._counted.items() if gradient in leaving)
+    assert complete <= BUDGET, f"{complete} bytes of gradients pile up on the device"
 
 
 def _save_and_load(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
@@ -497,9 +519,7 @@ def _sync(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
 
 def _report(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
     if isinstance(optimizer, OffloadOptimizer):
-        report = optimizer.memory_report()
-        optimizer.synchronize()
-        assert optimizer.memory_report() == report
+        optimizer.memory_report()  # counts what is there, and gives nothing up
 
 
 def _change_lr(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
@@ -528,6 +548,7 @@ AFTER_STEP: dict[str, Callable[[Any, Model, list[Tensor]], None]] = {
     "sync": _sync,
     "report": _report,
     "change lr": _change_lr,
+    "change lr on the device": _change_lr,
     "wait": _wait_for_all,
 }
 
@@ -555,6 +576,8 @@ EXTRAS = [
         "step twice",
         "compiled",
         "sgd",
+        "one piece",
+        "unforeseen",
     ],
 ]
 EXTRAS.append("outside")  # step() waits for what the model does not have, and so for what was queued before it
@@ -589,6 +612,8 @@ def fails(scenario: Scenario, order: Any, monkeypatch: pytest.MonkeyPatch) -> st
     try:
         with Watched(order=order) as simulator:
             monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+            if scenario.extra == "unforeseen":  # so that buffers grow as states come
+                monkeypatch.setattr("offload.optimizer.forecast", lambda *args: None)
             got = train(scenario, simulator)
             assert simulator.running == 0 or scenario.extra != "delete", "threads of a discarded optimizer run on"
             simulator.finish()
@@ -610,8 +635,11 @@ def test_the_engine_as_it_is_passes(scenario: Scenario, order: Any, monkeypatch:
 
 LIKELY = {
     "_uploaded": "step twice",
-    "Pipeline.close": "delete",
-    "HostGradients.close": "close",
+    "_stage:after[self._rested": "one piece",
+    "_stage:after[slot.made]": "unforeseen",
+    "read.synchronize": "clip",
+    "_hyperparameters:": "change lr on the device",
+    "Worker.close": "delete",
     "HostGradients.take": "drop",
     "HostGradients.synchronize:while": "norm",
     "HostGradients.synchronize:event": "whole",
@@ -635,12 +663,17 @@ LIKELY = {
     "state_dict": "read state",
     "load_state_dict": "load",
     "sync_from_model": "sync",
-    "memory_report": "report",
     "OffloadOptimizer.state:": "edit state",
 }
 """The kind of scenario that is tried first: saves time, decides nothing."""
 
-LIKELY_PAUSES = ("_stage:self._uploads", "HostPipeline._bring_next", "sync_from_model", "_last_staged")
+LIKELY_PAUSES = (
+    "_stage:self._uploads",
+    "StreamPipeline._work_once",
+    "HostPipeline._bring_next",
+    "sync_from_model",
+    "_last_staged",
+)
 """Waits that are missed first where the worker does some of its work early: the same."""
 
 

@@ -122,9 +122,34 @@ def test_a_replaced_state_gets_a_new_layout() -> None:
     states, base, unit = made(a=nn.Parameter(torch.zeros(5)))
     rest(states, unit, {"m.a": {"exp_avg": torch.ones(5)}})
     before = states.layout(unit.pieces[0])
+    assert states.layout(unit.pieces[0]) is before
     base.state[unit.params[0]]["exp_avg"] = torch.full((5,), 7.0)
+    states.forget_layouts()
     after = states.layout(unit.pieces[0])
     assert after is not before and torch.equal(after.runs[0][0].view(torch.float32), torch.full((5,), 7.0))
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["", "model"])
+def test_a_state_that_the_caller_replaces_is_used(simulated: Any, attached: bool) -> None:
+    """Also where its old values were on their way up already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    twin.load_state_dict(model.state_dict())
+    ours = OffloadOptimizer(
+        model.named_parameters(), strategy="stream", lr=1e-2, model=model if attached else None, fused=True
+    )
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (twin, plain)):
+            each(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"].clone().mul_(0.5)
+    ours.synchronize()
+    for actual, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_ranges_of_a_large_parameter_share_one_resting_state(monkeypatch: pytest.MonkeyPatch) -> None:

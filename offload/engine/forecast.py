@@ -1,0 +1,109 @@
+"""What a base optimizer will keep for a parameter, known before its first step from one step on a small parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.base import step_alone
+from offload.engine.units import Slice, components
+
+LARGE, SMALL = 3 * 2**12, 2**8
+"""Elements of the small parameters. The large one has room for blocks of up to 4096."""
+
+THRESHOLD = 2**12
+"""Elements below which quantized optimizers (torchao's, bitsandbytes') keep states in the parameter's dtype or fp32."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A plain tensor of a state.
+
+    Attributes:
+        block: elements of the parameter for each of its own; 0: the size is ``shape``, whatever the parameter's.
+        is_like: it has the parameter's shape.
+    """
+
+    dtype: torch.dtype
+    block: int
+    is_like: bool
+    shape: torch.Size
+
+    def of(self, param: Tensor) -> Tensor:
+        """The tensor that a parameter gets, on the meta device."""
+        shape: Any = self.shape
+        if self.is_like:
+            shape = param.shape
+        elif self.block:
+            shape = (-(-param.numel() // self.block),)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def elements(self, part: Slice) -> int:
+        """Elements of it that belong to a slice of a parameter."""
+        if self.is_like:
+            return part.numel
+        return -(-part.numel // self.block) if self.block else self.shape.numel()
+
+    @property
+    def density(self) -> float:
+        """Bytes for each element of a parameter."""
+        return self.dtype.itemsize / self.block if self.block else self.dtype.itemsize if self.is_like else 0.0
+
+
+@dataclass(frozen=True)
+class Form:
+    """A state: its key and the tensors that it is made of."""
+
+    key: str
+    components: tuple[Component, ...]
+
+
+Kind = tuple[int, torch.dtype, bool]
+"""What decides over a parameter's states: its number of dimensions, its dtype, and whether it is small."""
+
+Forecast = dict[Kind, list[Form]]
+
+
+def kind_of(param: Tensor) -> Kind:
+    return param.dim(), param.dtype, param.numel() < THRESHOLD
+
+
+def forecast(
+    base_class: type[torch.optim.Optimizer],
+    kwargs: Mapping[str, Any],
+    params: Iterable[nn.Parameter],
+    options: Mapping[str, Any] | None = None,
+) -> Forecast | None:
+    """The states of parameters of one group, whose ``options`` may decide what is kept.
+
+    None where the class does not run on small parameters on the CPU (its kernels are for another device): nothing can
+    be said before the first real step then.
+    """
+    found: Forecast = {}
+    for dim, dtype, is_small in sorted({kind_of(param) for param in params}, key=str):
+        count = SMALL if is_small else LARGE
+        shape = (*(1,) * (dim - 2), *((4, count // 4) if dim > 1 else (count,) * dim))
+        probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))
+        probe.grad = torch.zeros_like(probe)
+        try:
+            # Neither a compiler nor the caller's random numbers: some optimizers round stochastically.
+            with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=[]):
+                base = base_class([{**(options or {}), "params": [probe]}], **kwargs)
+                step_alone(base)
+        except Exception:
+            return None
+        states = base.state[probe].items()
+        found[dim, dtype, is_small] = [Form(k, tuple(_forms(v, probe))) for k, v in states if isinstance(v, Tensor)]
+    return found
+
+
+def _forms(value: Tensor, probe: Tensor) -> Iterator[Component]:
+    for part in components(value):
+        blocks = probe.numel() // part.numel() if part.numel() else 0
+        is_blocked = blocks > 1 and part.dim() == 1 and part.numel() * blocks == probe.numel()
+        is_power = blocks & (blocks - 1) == 0
+        yield Component(part.dtype, blocks if is_blocked and is_power else 0, part.shape == probe.shape, part.shape)

@@ -1,0 +1,105 @@
+"""Device memory that the engine holds for work under way, and the wait that bounds the gradients in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from offload.engine.runtime import DONE, Event, Runtime
+
+
+class InFlight:
+    """Holds tensors until the work that uses them is done, and counts the gradients among them.
+
+    A gradient counts from its arrival in backward (:meth:`hold`) until the update or copy that uses it is done
+    (:meth:`release`). The CPU queues backward long before the device gets there and allocates each gradient when it
+    does, so that without :meth:`wait` all of them would be alive at once.
+
+    Args:
+        runtime: supplies the lock.
+        limit: bytes of gradients above which :meth:`wait` waits.
+
+    Attributes:
+        peak: most bytes of gradients held at a time.
+    """
+
+    def __init__(self, runtime: Runtime, limit: int) -> None:
+        self.limit = limit
+        self.peak = 0
+        self._signal = runtime.signal()
+        self._counted: dict[Tensor, int] = {}
+        self._bytes = 0
+        self._submitted: set[Tensor] = set()
+        self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
+
+    def set_aside(self, nbytes: int) -> None:
+        """Take memory out of the limit, for something else."""
+        self.limit = max(0, self.limit - nbytes)
+
+    def hold(self, gradient: Tensor) -> None:
+        """Count a gradient that has arrived."""
+        with self._signal:
+            self._counted[gradient] = gradient.nbytes
+            self._bytes += gradient.nbytes
+            self.peak = max(self.peak, self._bytes)
+
+    def submit(self, gradients: Iterable[Tensor]) -> None:
+        """Say of gradients that something will :meth:`release` them."""
+        with self._signal:
+            self._submitted.update(gradients)
+
+    def release(self, tensors: Iterable[Tensor], after: Event) -> None:
+        """Let go of tensors once ``after`` is done."""
+        leaving = list(tensors)
+        if not leaving:
+            return
+        with self._signal:
+            self._submitted.difference_update(leaving)
+            self._leaving.append((after, leaving))
+            self._signal.notify_all()
+        self.collect()
+
+    def collect(self) -> None:
+        """Let go of what is done."""
+        over = []
+        with self._signal:
+            while self._leaving and self._leaving[0][0].is_done():
+                over.append(self._leaving.popleft())
+                self._bytes -= sum(self._counted.pop(tensor, 0) for tensor in over[-1][1])
+        over.clear()  # outside the lock: the last reference to a tensor may run anything
+
+    def wait(self) -> None:
+        """Block the thread while more than the limit is held and something is on its way to be released."""
+        while True:
+            self.collect()
+            with self._signal:
+                while self._bytes > self.limit and self._submitted and not self._leaving:
+                    self._signal.wait()
+                if self._bytes <= self.limit or not self._leaving:
+                    return
+                oldest = self._leaving[0][0]
+            oldest.synchronize()
+
+    def forget(self) -> None:
+        """Stop counting gradients that nothing was submitted for: whoever owns them has dropped them."""
+        with self._signal:
+            leaving = {tensor for _, tensors in self._leaving for tensor in tensors}
+            for gradient in [g for g in self._counted if g not in self._submitted and g not in leaving]:
+                self._bytes -= self._counted.pop(gradient)
+
+    def drain(self) -> None:
+        """Block the thread until everything that was released is done."""
+        with self._signal:
+            leaving = [event for event, _ in self._leaving]
+        for event in leaving:
+            event.synchronize()
+        self.collect()
+
+    def give_up(self) -> None:
+        """Nothing that was submitted will be released: wake whoever waits for it."""
+        with self._signal:
+            self._leaving.append((DONE, list(self._submitted)))
+            self._submitted.clear()
+            self._signal.notify_all()

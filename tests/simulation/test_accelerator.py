@@ -148,6 +148,7 @@ class TestRaces:
             else:
                 with pytest.raises(RaceError, match="ones on compute.*\n.*sub_ in 'layers.0: update' on update"):
                     param.sub_(grad)
+        sim.finish()  # before the test's tensors are freed
 
     @pytest.mark.parametrize("waits", [True, False])
     def test_forward_before_the_update_is_done(self, sim: SimulatedAccelerator, waits: bool) -> None:
@@ -161,6 +162,7 @@ class TestRaces:
         else:
             with pytest.raises(RaceError, match="fill_ in 'update' on update.*\n.*sum on compute"):
                 param.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_an_event_covers_what_came_before_it_only(self, sim: SimulatedAccelerator) -> None:
         first, second = on_device(sim), on_device(sim)
@@ -172,6 +174,7 @@ class TestRaces:
         first.sum()
         with pytest.raises(RaceError):
             second.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_an_event_covers_what_its_thread_did(self, sim: SimulatedAccelerator) -> None:
         host, events, total = pinned(sim), [], []
@@ -310,6 +313,7 @@ class TestHostAndDevice:
         assert sim.now("main") == 0.0
         with pytest.raises(RaceError):
             device.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_plain_adamw(self, sim: SimulatedAccelerator) -> None:
         param = torch.nn.Parameter(torch.ones(FLOATS))

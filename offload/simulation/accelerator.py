@@ -24,6 +24,7 @@ Memory from :meth:`~SimulatedAccelerator.empty_pinned`, what is computed from it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -435,11 +436,12 @@ class SimulatedAccelerator:
 
     def _prune(self, thread: SimulatedThread) -> None:
         """Let go of what was kept for work that is done; the thread learns nothing else by it."""
-        waiting, passed = [], []
-        for entry in self._kept:
-            (passed if self._streams.is_passed(entry[0], thread) else waiting).append(entry)
-        self._kept = waiting
-        self._drop(passed)
+        answers = [self._streams.is_passed(point, thread) for point, _ in self._kept]
+        if any(answers):
+            passed = list(itertools.compress(self._kept, answers))
+            self._kept = [entry for entry, is_passed in zip(self._kept, answers, strict=True) if not is_passed]
+            self._drop(passed)
+            self._threads.fail(thread)
 
     def _drop(self, kept: list[tuple[Point, list[Tensor]]]) -> None:
         for point, tensors in kept:

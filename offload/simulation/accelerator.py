@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.runtime import Direction, Event, Thread
-from offload.simulation.ledger import Ledger, Memory, RaceError
+from offload.simulation.ledger import STREAMS, Ledger, Memory, RaceError
 from offload.simulation.memory import CachingAllocator
 from offload.simulation.streams import LAUNCH_QUEUE, Point, Rates, Stream, Streams
 from offload.simulation.threads import Block, DeadlockError, Order, Signal, SimulatedThread, Threads
@@ -122,7 +122,7 @@ class SimulatedAccelerator:
         self.pins: list[Pin] = []
         self.copied_bytes: dict[str, int] = {"down": 0, "up": 0}
         self._threads = Threads(order, lambda thread: _Watch(self, thread))
-        self._streams = Streams(("compute", "update", "up", "down"), self._threads, self.rates, launch_queue)
+        self._streams = Streams(STREAMS, self._threads, self.rates, launch_queue)
         self.trace: list[Span] = self._streams.trace
         self._ledger = Ledger(self._made, self._freed)
         self._kept: list[tuple[Point, list[Tensor]]] = []

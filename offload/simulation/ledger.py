@@ -16,8 +16,10 @@ from offload.simulation.memory import Block
 from offload.simulation.touched import byte_range, plain_tensors
 from offload.simulation.vector_clock import Clock
 
+STREAMS = ("compute", "update", "up", "down")
+
 COPY_STREAMS = ("up", "down")
-"""The streams that work for host memory as well as device memory."""
+"""Of them, those that work for host memory too."""
 
 
 class RaceError(AssertionError):
@@ -112,8 +114,7 @@ class Memory:
         for access in self.accesses:
             # Threads' own accesses are over, and host memory is in use by copies alone: another operation that reads
             # it keeps it by itself, as torch's allocator of page-locked memory does.
-            is_streams = access.agent in COPY_STREAMS or not self.on_host and access.agent in ("compute", "update")
-            if not is_streams or (not self.on_host and access.agent == self.stream):
+            if access.agent not in (COPY_STREAMS if self.on_host else STREAMS):
                 continue
             clocks = known if self.over is None else (*known, self.over)
             if not any(access.epoch <= clock.get(access.agent, 0) for clock in clocks):

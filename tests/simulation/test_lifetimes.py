@@ -287,7 +287,6 @@ class TestCounting:
                 torch.ones(2048)
                 with sim.purpose("inner"):
                     torch.empty(1024)
-            torch.zeros(())  # one number, however large the model
             made = [sim.empty_device(1024), torch.full((1024,), 1.0), sim.empty_pinned(1 << 20)]
             use = sim.memory.use()
             assert use.purposes == {"parameters": 4 * MIB, "activations": 8 * MIB}
@@ -295,6 +294,12 @@ class TestCounting:
             assert sim.memory._purposes["empty_device"] == MIB and sim.memory._purposes["full"] == 4 * MIB
             del made
             assert sim.memory.allocated == weight.nbytes * 1024
+
+    def test_a_number_stays_as_small_as_it_is(self) -> None:
+        with SimulatedAccelerator(scale=1024.0) as sim:
+            step = torch.zeros(())
+            assert sim.memory.allocated == 512
+            step.add_(1)
 
     def test_what_was_there_before_counts_from_its_first_use(self) -> None:
         before = torch.ones(1 << 20)
@@ -370,11 +375,24 @@ class TestCounting:
             torch.ones(6 << 20)
             assert sim.now("main") == 3.0
 
-    def test_resized_storages_give_their_memory_back(self) -> None:
+    def test_a_storage_that_left_its_address_gives_its_memory_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with SimulatedAccelerator() as sim:
             made = torch.ones(1 << 20)
+            with monkeypatch.context() as patch:
+                patch.setattr("offload.simulation.ledger.Memory.is_of", lambda *_: False)  # as if it had been resized
+                sim._ledger.memory(made)
+            assert sim.memory.allocated == 4 * MIB
             made.untyped_storage().resize_(0)
             del made
+            assert sim.memory.allocated == 0
+
+    def test_memory_that_is_freed_inside_the_simulator_is_told_of_afterwards(self) -> None:
+        """The garbage collector may run there."""
+        with SimulatedAccelerator() as sim:
+            made = [torch.ones(1 << 20)]
+            with sim._ledger.working():
+                made.clear()
+                assert sim.memory.allocated == 4 * MIB
             assert sim.memory.allocated == 0
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from offload.plan.replay import LLAMA2_7B, MACHINES, Machine, Result, Workload, replay, replay_compute, replay_torchao
+from offload.plan.replay import Result, replay, replay_compute, replay_torchao
+from offload.plan.workload import LLAMA2_7B, MACHINES, Machine, Workload
 from offload.simulation.timeline import draw, write_chrome_trace
 
 ROOT = Path(__file__).parents[1]

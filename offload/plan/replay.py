@@ -1,11 +1,12 @@
-"""How long a training step takes on a machine that is not there: the engine itself, run on simulated time.
+"""What a training step takes on a machine that is not there, in time and memory: the engine itself, simulated.
 
-A model is described by what its layers cost; its tensors are shrunk by :attr:`Workload.shrink` and every byte counts
-that many times. The optimizer is the real one, on :class:`offload.simulation.accelerator.SimulatedAccelerator`.
+Tensors are shrunk by :attr:`~offload.plan.workload.Workload.shrink` and every byte counts that many times. The
+optimizer is the real one, on :class:`offload.simulation.accelerator.SimulatedAccelerator`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,101 +15,39 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.engine import units
 from offload.engine.runtime import Event, Runtime
 from offload.optimizer import OffloadOptimizer
-from offload.simulation.accelerator import Rates, SimulatedAccelerator, Span
-
-GB = 1e9
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Rates that a training step can count on, in units per second.
-
-    Attributes:
-        name: what tables call it.
-        flops: 16-bit matrix products, as training reaches them.
-        up: bytes from page-locked host memory to the device.
-        down: bytes from the device to page-locked host memory.
-        device: bytes of device memory, read and written.
-        host: bytes of host memory, read and written.
-    """
-
-    name: str
-    flops: float
-    up: float
-    down: float
-    device: float
-    host: float
-
-    def rates(self) -> Rates:
-        """What the simulator needs of it."""
-        return Rates(up=self.up, down=self.down, device=self.device, host=self.host)
-
-
-# Data sheets: dense 16-bit FLOPS with fp32 accumulation, device memory, PCIe 4.0 or 5.0 x16, DIMMs' transfer rate. Of
-# these a training step gets about half of the FLOPS, 85 % of device memory, 80 % of the link, 75 % of host memory.
-MACHINES = {
-    "rtx4090": Machine("RTX 4090, DDR5-5600", 165e12 * 0.5, 25 * GB, 25 * GB, 1008 * GB * 0.85, 89.6 * GB * 0.75),
-    "4070tis": Machine("4070 Ti SUPER, DDR4-3200", 88e12 * 0.5, 25 * GB, 25 * GB, 672 * GB * 0.85, 51.2 * GB * 0.75),
-    "h200": Machine("H200, 8 channels of DDR5-4800", 989e12 * 0.5, 50 * GB, 50 * GB, 4800 * GB * 0.85, 307 * GB * 0.75),
-}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model of equal layers, and the tokens of a step.
-
-    Attributes:
-        layers: number of layers.
-        tensors: elements of each tensor of a layer.
-        tokens: tokens of a step, in one forward and backward.
-        edge: elements of the embedding, and of the head.
-        dtype: of parameters, gradients and, for torch's optimizers, states.
-        recompute: layers' forwards run again in backward (activation checkpointing).
-        shrink: how many times smaller the simulated tensors are.
-    """
-
-    layers: int
-    tensors: tuple[int, ...]
-    tokens: int
-    edge: int = 0
-    dtype: torch.dtype = torch.bfloat16
-    recompute: bool = True
-    shrink: int = 65536
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * sum(self.tensors) + 2 * self.edge
-
-    def forward_flops(self, elements: int) -> float:
-        """Of the matrix products with so many weights; attention's own are left out."""
-        return 2.0 * elements * self.tokens
-
-
-LLAMA2_7B = Workload(
-    layers=32, tensors=(4096 * 4096,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2, tokens=4096, edge=32000 * 4096
-)
-"""https://huggingface.co/meta-llama/Llama-2-7b-hf/blob/main/config.json"""
+from offload.plan.workload import Machine, Workload
+from offload.simulation.accelerator import SimulatedAccelerator, Span
+from offload.simulation.memory import Use
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of one step in the steady state, and what bounds it.
+    """One step in the steady state, and what bounds it, in seconds; the device's memory.
 
     Attributes:
-        step: from one step to the next.
+        step: from one step to the next; infinite where memory ran out.
         compute: of them, forward and backward.
         busy: for each agent, the seconds per step that it works.
         trace: who did what when, in one step, from the beginning of its forward.
+        first: memory of construction and the first step.
+        steady: memory of the steps in the steady state.
+        pinned_late: bytes of host memory that were page-locked after construction.
+        out_of_memory: what was said when the device had too little; empty where it had enough.
     """
 
     step: float
     compute: float
     busy: dict[str, float]
     trace: list[Span] = field(repr=False)
+    first: Use
+    steady: Use
+    pinned_late: int
+    out_of_memory: str = ""
 
     @property
     def exposed(self) -> float:
@@ -121,79 +60,170 @@ class Result:
         return max(self.busy.values())
 
 
-class _Charge(torch.autograd.Function):
-    """Forward and backward take time on the compute stream; a parameter gets a gradient."""
+class _Stage(nn.Module):
+    """One matrix product with a weight, and what autograd keeps for it.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, work: _Work, *params: nn.Parameter) -> Tensor:
-        ctx.work = work
-        ctx.set_materialize_grads(False)
-        if work.forward_seconds:
-            work.simulator.compute(work.forward_seconds, f"{work.name}: forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        work = ctx.work
-        if work.backward_seconds:
-            work.simulator.compute(work.backward_seconds, f"{work.name}: backward")
-        return grads[0], None, *[torch.ones_like(p) for p in work.parameters()]
-
-
-class _Work(nn.Module):
-    """One matrix product with a weight, or, without a weight, a layer's second forward in backward."""
+    Args:
+        seconds: of forward and backward.
+        launches: in forward and backward.
+        weight: what it multiplies with.
+        kept: bytes that it keeps for its backward.
+        gradients: bytes of activations' gradients while its backward runs.
+    """
 
     def __init__(
         self,
         simulator: SimulatedAccelerator,
         name: str,
+        *,
         seconds: tuple[float, float],
-        weight: Tensor | None,
+        launches: tuple[int, int],
+        weight: Tensor,
+        kept: int = 0,
+        gradients: int = 0,
     ) -> None:
         super().__init__()
         self.simulator, self.name = simulator, name
         self.forward_seconds, self.backward_seconds = seconds
-        self.weight = None if weight is None else nn.Parameter(weight)
+        self.forward_launches, self.backward_launches = launches
+        self.kept, self.gradients = kept, gradients
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Charge.apply(x, self, *self.parameters())
+        return _Run.apply(x, self, self.weight)
 
 
-def _layer(
-    simulator: SimulatedAccelerator,
-    name: str,
-    machine: Machine,
-    load: Workload,
-    elements: Sequence[int],
-    *,
-    again: bool,
-) -> nn.Sequential:
-    """A layer whose gradients come one by one, the last tensor's first.
+class _Run(torch.autograd.Function):
+    """A stage's forward and backward take time on the compute stream, and memory; its weight gets a gradient."""
 
-    Args:
-        again: its forward runs once more at the beginning of its backward.
-    """
-    works = []
-    for count in elements:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: _Stage, weight: nn.Parameter) -> Tensor:
+        ctx.stage = stage
+        ctx.set_materialize_grads(False)
+        with stage.simulator.purpose("activations"):
+            # Something is always kept, so that a checkpointed layer runs again when its last stage asks for it.
+            ctx.save_for_backward(torch.empty(stage.kept, dtype=torch.uint8) if stage.kept else x)
+            if stage.forward_seconds:
+                stage.simulator.compute(stage.forward_seconds, f"{stage.name}: forward", stage.forward_launches)
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        stage = ctx.stage
+        kept = ctx.saved_tensors
+        with stage.simulator.purpose("activations"):
+            passing = torch.empty(stage.gradients, dtype=torch.uint8)
+        if stage.backward_seconds:
+            stage.simulator.compute(stage.backward_seconds, f"{stage.name}: backward", stage.backward_launches)
+        with stage.simulator.purpose("gradients"):
+            gradient = torch.ones_like(stage.weight)
+        del kept, passing
+        return grads[0], None, gradient
+
+
+class _Layer(nn.Sequential):
+    """Stages, whose forward runs again in backward if ``recompute``."""
+
+    def __init__(self, *stages: _Stage, recompute: bool) -> None:
+        super().__init__(*stages)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+        return super().forward(x)
+
+
+class _Loss(nn.Module):
+    """The head and the loss in one, chunk by chunk: both gradients are there when forward is done."""
+
+    def __init__(
+        self, simulator: SimulatedAccelerator, seconds: tuple[float, float], weight: Tensor, logits: int
+    ) -> None:
+        super().__init__()
+        self.simulator, self.logits = simulator, logits
+        self.forward_seconds, self.backward_seconds = seconds
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RunLoss.apply(x, self, self.weight)
+
+
+class _RunLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: _Loss, weight: nn.Parameter) -> Tensor:
+        ctx.loss = loss
+        with loss.simulator.purpose("logits"):
+            logits = torch.empty(loss.logits, dtype=torch.uint8)
+        loss.simulator.compute(loss.forward_seconds, "head: forward")
+        with loss.simulator.purpose("gradients"):
+            of_chunk = torch.ones_like(weight)
+            so_far = torch.ones_like(weight)
+        del of_chunk, logits
+        with loss.simulator.purpose("activations"):
+            ctx.save_for_backward(torch.empty_like(x), so_far)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        of_input, of_weight = ctx.saved_tensors
+        loss = ctx.loss
+        loss.simulator.compute(loss.backward_seconds, "head: backward")
+        with loss.simulator.purpose("activations"):
+            of_input = of_input.clone()
+        with loss.simulator.purpose("gradients"):
+            return of_input, None, of_weight.clone()
+
+
+def _layer(simulator: SimulatedAccelerator, name: str, machine: Machine, load: Workload) -> _Layer:
+    """A layer whose gradients come one by one, the last tensor's first."""
+    number = len(load.tensors)
+    activations = load.activations
+    stages = []
+    for index, count in enumerate(load.tensors):
         forward = load.forward_flops(count) / machine.flops
-        weight = torch.zeros(max(1, count // load.shrink), dtype=load.dtype)
-        works.append(_Work(simulator, name, (forward, 2 * forward), weight))
-    if again:
-        works.append(_Work(simulator, name, (0.0, load.forward_flops(sum(elements)) / machine.flops), None))
-    return nn.Sequential(*works)
+        stages.append(
+            _Stage(
+                simulator,
+                name,
+                seconds=(forward, 2 * forward),
+                launches=(_share(load.launches[0], index, number), _share(load.launches[1], index, number)),
+                weight=_parameter(load, count),
+                kept=0 if activations is None else _bytes(load, activations.kept[index]),
+                gradients=0 if activations is None else _bytes(load, activations.gradients[index]),
+            )
+        )
+    return _Layer(*stages, recompute=load.recompute)
+
+
+def _share(total: int, index: int, number: int) -> int:
+    """Of ``total`` divided among ``number``, at least one each."""
+    return max(1, total * (index + 1) // number - total * index // number)
+
+
+def _parameter(load: Workload, elements: int) -> Tensor:
+    return torch.zeros(max(1, elements // load.shrink), dtype=load.dtype)
+
+
+def _bytes(load: Workload, per_token: float) -> int:
+    """Of all tokens, in the shrunk model."""
+    return math.ceil(per_token * load.tokens / load.shrink)
 
 
 def _model(simulator: SimulatedAccelerator, machine: Machine, load: Workload) -> nn.Sequential:
     model = nn.Sequential()
-    if load.edge:
-        weight = torch.zeros(load.edge // load.shrink, dtype=load.dtype)
-        model.add_module("embedding", _Work(simulator, "embedding", (0.0, 0.0), weight))
-    for index in range(load.layers):
-        layer = _layer(simulator, str(index), machine, load, load.tensors, again=load.recompute)
-        model.add_module(str(index), layer)
-    if load.edge:
-        forward = load.forward_flops(load.edge) / machine.flops
-        model.add_module("head", _Work(simulator, "head", (forward, 2 * forward), weight.clone()))
+    with simulator.purpose("parameters"):
+        if load.edge:
+            weight = _parameter(load, load.edge)
+            embedding = _Stage(simulator, "embedding", seconds=(0.0, 0.0), launches=(1, 1), weight=weight)
+            model.add_module("embedding", embedding)
+        for index in range(load.layers):
+            model.add_module(str(index), _layer(simulator, str(index), machine, load))
+        if load.edge:
+            forward = load.forward_flops(load.edge) / machine.flops
+            logits = 0 if load.activations is None else load.activations.logits / load.activations.chunks
+            weight = _parameter(load, load.edge)
+            model.add_module("head", _Loss(simulator, (forward, 2 * forward), weight, _bytes(load, logits)))
     return model
 
 
@@ -220,12 +250,15 @@ WARM_UP, MEASURED = 3, 3
 Stepper = Callable[[], None]
 
 
-def replay(machine: Machine, load: Workload, *, waits_per_unit: bool = True, **optimizer: Any) -> Result:
+def replay(
+    machine: Machine, load: Workload, *, memory: int | None = None, waits_per_unit: bool = True, **optimizer: Any
+) -> Result:
     """The steady state of training on a machine.
 
     Args:
         machine: rates.
         load: what is trained.
+        memory: bytes of the device; None for as many as it takes.
         waits_per_unit: the forward waits for each unit's update; otherwise ``step()`` waits for all.
         **optimizer: arguments of :class:`offload.OffloadOptimizer`.
     """
@@ -240,7 +273,7 @@ def replay(machine: Machine, load: Workload, *, waits_per_unit: bool = True, **o
 
         return step
 
-    return _run(machine, load, build)
+    return _run(machine, load, memory, build)
 
 
 def replay_compute(machine: Machine, load: Workload) -> Result:
@@ -249,7 +282,7 @@ def replay_compute(machine: Machine, load: Workload) -> Result:
     def build(simulator: SimulatedAccelerator, model: nn.Module) -> Stepper:
         return lambda: model.zero_grad()
 
-    return _run(machine, load, build)
+    return _run(machine, load, None, build)
 
 
 def replay_torchao(machine: Machine, load: Workload) -> Result:
@@ -299,7 +332,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
 
         return step
 
-    return _run(machine, load, build)
+    return _run(machine, load, None, build)
 
 
 def _within(trace: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
@@ -310,30 +343,58 @@ def _within(trace: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
             yield Span(agent, span.name, max(span.start, begin) - begin, min(span.end, end) - begin)
 
 
-def _run(machine: Machine, load: Workload, build: Callable[[SimulatedAccelerator, nn.Module], Stepper]) -> Result:
-    simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink)
+def _run(
+    machine: Machine,
+    load: Workload,
+    memory: int | None,
+    build: Callable[[SimulatedAccelerator, nn.Module], Stepper],
+) -> Result:
+    simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory)
     begins: list[float] = []
-    with simulator, _small_chunks(load.shrink):
-        model = _model(simulator, machine, load)
-        step = build(simulator, model)
-        for _ in range(WARM_UP + MEASURED + 1):
-            x = torch.zeros(1, requires_grad=True)
-            # Where the compute stream stands once it has waited for what the first layer needs.
-            handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
-            y = model(x)
-            handle.remove()
-            y.sum().backward()
-            step()
-        trace = list(simulator.trace)
+    first: Use | None = None
+    pins = 0
+    try:
+        with simulator, _small_chunks(load.shrink):
+            model = _model(simulator, machine, load)
+            step = build(simulator, model)
+            pins = len(simulator.pins)
+            passing = 1 if load.activations is None else _bytes(load, load.activations.passing) // 2
+            for number in range(WARM_UP + MEASURED + 1):
+                if number in (1, WARM_UP):
+                    first = first or simulator.memory.use()
+                    simulator.memory.reset_peak()
+                with simulator.purpose("activations"):
+                    x = torch.zeros(passing, dtype=torch.bfloat16)
+                # Where the compute stream stands once it has waited for what the first layer needs.
+                handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
+                y = model(x)
+                handle.remove()
+                del x
+                y.sum().backward()
+                del y
+                step()
+            trace = list(simulator.trace)
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    else:
+        message = ""
+    steady = simulator.memory.use()
+    late = sum(pin.nbytes for pin in simulator.pins[pins:])
+    if message:
+        return Result(math.inf, math.inf, {}, [], first or steady, steady, late, message)
     begin, end = begins[WARM_UP], begins[WARM_UP + MEASURED]
     inside = [span for span in trace if begin <= span.start < end]
     busy: dict[str, float] = {}
     for span in inside:
         agent = span.agent.partition("#")[0]  # a thread that was started again
         busy[agent] = busy.get(agent, 0.0) + (span.end - span.start) / MEASURED
+    assert first is not None
     return Result(
         step=(end - begin) / MEASURED,
         compute=busy["compute"],
         busy=busy,
         trace=list(_within(trace, begins[WARM_UP], begins[WARM_UP + 1])),
+        first=first,
+        steady=steady,
+        pinned_late=late,
     )

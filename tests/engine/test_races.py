@@ -440,6 +440,8 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
         optimizer.synchronize()
     seen += [param.detach() * 2 for _, param in named]
     _read_state(optimizer, model, seen)
+    if simulator is not None:
+        simulator.finish()  # what was read is freed with the optimizer
     return seen
 
 

@@ -11,7 +11,8 @@ import timelines
 import torch
 
 from offload.engine.pipeline import Pipeline
-from offload.plan.replay import Machine, Result, Workload, replay, replay_compute, replay_torchao
+from offload.plan.replay import Result, replay, replay_compute, replay_torchao
+from offload.plan.workload import Machine, Workload
 
 ROOT = Path(__file__).parents[2]
 

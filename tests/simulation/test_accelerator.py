@@ -148,6 +148,7 @@ class TestRaces:
             else:
                 with pytest.raises(RaceError, match="ones on compute.*\n.*sub_ in 'layers.0: update' on update"):
                     param.sub_(grad)
+        sim.finish()  # before the test's tensors are freed
 
     @pytest.mark.parametrize("waits", [True, False])
     def test_forward_before_the_update_is_done(self, sim: SimulatedAccelerator, waits: bool) -> None:
@@ -161,6 +162,7 @@ class TestRaces:
         else:
             with pytest.raises(RaceError, match="fill_ in 'update' on update.*\n.*sum on compute"):
                 param.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_an_event_covers_what_came_before_it_only(self, sim: SimulatedAccelerator) -> None:
         first, second = on_device(sim), on_device(sim)
@@ -172,6 +174,7 @@ class TestRaces:
         first.sum()
         with pytest.raises(RaceError):
             second.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_an_event_covers_what_its_thread_did(self, sim: SimulatedAccelerator) -> None:
         host, events, total = pinned(sim), [], []
@@ -203,16 +206,16 @@ class TestRaces:
             device.zero_()
 
     def test_an_ordered_read_does_not_hide_the_write(self, sim: SimulatedAccelerator) -> None:
-        host = pinned(sim)
-        event = sim.copy(host, on_device(sim), "down")
-        sim.copy(on_device(sim), host, "up", [event])
+        host, source, target = pinned(sim), on_device(sim), on_device(sim)
+        event = sim.copy(host, source, "down")
+        sim.copy(target, host, "up", [event])
         with pytest.raises(RaceError, match="on down writes.*\n.*on main reads"):
             host.clone()
 
     def test_an_ordered_write_does_not_hide_another_part(self, sim: SimulatedAccelerator) -> None:
-        host = pinned(sim)
-        event = sim.copy(host, on_device(sim), "down", name="whole")
-        sim.copy(host[:1], on_device(sim, 1), "up", [event], name="part")
+        host, source, part = pinned(sim), on_device(sim), on_device(sim, 1)
+        event = sim.copy(host, source, "down", name="whole")
+        sim.copy(host[:1], part, "up", [event], name="part")
         with pytest.raises(RaceError, match="copy 'whole' on down writes.*\n.*on main reads"):
             host[5:].clone()
 
@@ -310,6 +313,7 @@ class TestHostAndDevice:
         assert sim.now("main") == 0.0
         with pytest.raises(RaceError):
             device.sum()
+        sim.finish()  # before the test's tensors are freed
 
     def test_plain_adamw(self, sim: SimulatedAccelerator) -> None:
         param = torch.nn.Parameter(torch.ones(FLOATS))
@@ -328,11 +332,12 @@ class TestHostAndDevice:
     def test_fused_adamw_only_reads_gradients(self, sim: SimulatedAccelerator) -> None:
         host = [pinned(sim).fill_(1.0) for _ in range(4)]
         param, grad, first, second = host
-        sim.copy(on_device(sim), grad, "up")
+        targets = on_device(sim), on_device(sim)
+        sim.copy(targets[0], grad, "up")
         step = torch.tensor(1.0)
         hyper = dict(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
         torch._fused_adamw_([param], [grad], [first], [second], [], [step], **hyper)
-        sim.copy(on_device(sim), param, "up")
+        sim.copy(targets[1], param, "up")
         with pytest.raises(RaceError, match="_fused_adamw_ on main writes"):
             torch._fused_adamw_([param], [grad], [first], [second], [], [step], **hyper)
 
@@ -622,8 +627,9 @@ class TestThreads:
 
     def test_is_done_in_time_order(self) -> None:
         with SimulatedAccelerator(SLOW, order="time") as sim:
-            first = sim.copy(on_device(sim), pinned(sim), "up")
-            second = sim.copy(on_device(sim), pinned(sim), "up")
+            device, host = on_device(sim), pinned(sim)
+            first = sim.copy(device, host, "up")
+            second = sim.copy(device, host, "up")
             assert not first.is_done()
             first.synchronize()
             assert (first.is_done(), second.is_done(), sim.now("main")) == (True, False, 4.0)
@@ -723,7 +729,7 @@ class TestThreads:
 class TestUse:
     def test_outside_with(self) -> None:
         sim = SimulatedAccelerator()
-        for call in (sim.record, sim.signal, sim.finish, lambda: sim.empty_pinned(1), lambda: sim.borrow([])):
+        for call in (sim.record, sim.signal, sim.finish, lambda: sim.empty_pinned(1), sim.stream):
             with pytest.raises(RuntimeError, match="inside its `with` block"):
                 call()
 
@@ -835,9 +841,10 @@ class TestTime:
 
     def test_both_directions_at_once(self) -> None:
         with SimulatedAccelerator(SLOW) as sim:
-            sim.copy(on_device(sim), pinned(sim), "up")
-            sim.copy(on_device(sim), pinned(sim), "up")
-            sim.copy(pinned(sim), on_device(sim), "down")
+            device, host = [on_device(sim) for _ in range(2)], [pinned(sim) for _ in range(2)]
+            sim.copy(device[0], host[0], "up")
+            sim.copy(device[0], host[0], "up")
+            sim.copy(host[1], device[1], "down")
             assert (sim.now("up"), sim.now("down"), sim.now("main")) == (8.0, 2.0, 0.0)
             assert sim.finish() == sim.now("main") == 8.0
 

@@ -9,7 +9,8 @@
 - Threads take turns, in an order that can be chosen to be unkind, and the same each time.
 
 Time is virtual: with :class:`Rates`, every copy, update and host operation has a duration, and
-:attr:`SimulatedAccelerator.trace` shows who was busy when.
+:attr:`SimulatedAccelerator.trace` shows who was busy when. :attr:`SimulatedAccelerator.host_waits` tells where threads
+waited for the device.
 
     sim = SimulatedAccelerator(order="late")
     with sim:  # torch operations inside are watched
@@ -294,6 +295,13 @@ class SimulatedAccelerator:
         scale: counts bytes as if tensors were this many times larger, for the timeline of a large model drawn
             with a small one.
 
+    Attributes:
+        trace: who was busy when.
+        copied_bytes: bytes that :meth:`copy` was given, by direction.
+        host_waits: (thread, place in the source) of every call that made a thread wait for the device: an event's
+            ``synchronize`` before its work was done, an operation whose result the host needs, a copy to or from the
+            host that is not ``non_blocking``.
+
     Raises (inside ``with``): RaceError, DeadlockError, and in the main thread whatever ended a started thread.
     """
 
@@ -307,6 +315,7 @@ class SimulatedAccelerator:
         self.scale = scale
         self.trace: list[Span] = []
         self.copied_bytes: dict[str, int] = {"down": 0, "up": 0}
+        self.host_waits: list[tuple[str, str]] = []
         self._random = random.Random(order if isinstance(order, int) else 0)
         self._ledger = Ledger()
         self._streams = {name: _Stream(name, Clock(), 0.0) for name in ("compute", "update", "up", "down")}
@@ -524,6 +533,9 @@ class SimulatedAccelerator:
 
     def _synchronize(self, point: _Point) -> None:
         thread = self._point()
+        is_over = point.end <= thread.now if self.order in ("time", "early") else point.done
+        if not is_over:
+            self.host_waits.append((thread.name, place_of_caller()))
         self._reach(thread, point)
         self._switch(thread)
 
@@ -610,6 +622,7 @@ class SimulatedAccelerator:
             name, key = (operation, thread) if thread.work is None else (thread.work.name, thread.work)
             self._charge(thread, thread, nbytes / self.rates.host, name, key)
         if blocks and isinstance(agent, _Stream):
+            self.host_waits.append((thread.name, place))
             self._drain(thread, agent)
 
     def _is_host_work(self, thread: _Thread, inputs: Sequence[Tensor]) -> bool:

@@ -582,7 +582,7 @@ class SimulatedAccelerator:
         if not touched:
             return
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        blocks = operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
+        blocks = _host_needs_result(func, args)
         agent: _Agent = self._stream_of(thread)
         context = thread.contexts[-1] if thread.contexts else None
         if operation == "copy_" and self._ledger.on_host(args[0]) != self._ledger.on_host(args[1]):
@@ -739,8 +739,16 @@ class SimulatedAccelerator:
         return thread is self._main and bool(self._errors)
 
 
-# Operations whose result the host needs: a device's stream is waited for.
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _host_needs_result(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the host needs an operation's result, a value or a shape: a device's stream is waited for."""
+    operation = func.overloadpacket.__name__
+    if operation == "index":
+        # Positions tell the result's shape, a mask has to be counted.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
 
 
 @contextmanager

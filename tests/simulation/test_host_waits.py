@@ -63,6 +63,7 @@ def test_what_only_queues_is_no_wait(order: str | int) -> None:
         host.copy_(device * 2, non_blocking=True)
         simulator.wait(simulator.copy(host_copy(simulator, device), device, "down", (simulator.record(),)))
         torch.nonzero_static(device > 0, size=4)
+        device[torch.arange(3)]
         assert simulator.host_waits == []
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import TorchFunctionMode
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from offload.errors import UserError
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training import torchao_shim
-from offload.training.data import Batch, Batches, Collate, PackedCollate, document_mask
+from offload.training.data import Batch, Batches, Collate, PackedCollate, build_batches, document_mask
 from offload.training.step import count_steps
 
 
@@ -183,6 +184,41 @@ def test_the_mask_is_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("offload.training.data.document_mask", made.append)
     moved = packed(has_flex_attention=True).to(torch.device("meta"))
     assert len(made) == 1 and made[0].is_meta and moved.inputs["mask"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "locked", "flex"), [("cpu", False, False), ("cuda", True, True), ("xpu", True, False)]
+)
+@pytest.mark.parametrize("supported", [True, False])
+def test_batches_suit_their_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, locked: bool, flex: bool, supported: bool
+) -> None:
+    """Also on a machine that has CUDA and trains on the CPU."""
+    torchao_shim.install()
+    from torchtune.datasets import PackedDataset
+
+    class Packs(PackedDataset):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.packs, self.padding_idx = PACKS, 0
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return dict(PACKS[index])
+
+    made: dict[str, Any] = {}
+    loader = torch.utils.data.DataLoader
+    monkeypatch.setattr("offload.training.data._build_dataset", lambda *_: Packs())
+    monkeypatch.setattr("torchtune.utils._import_guard._SUPPORTS_FLEX_ATTENTION", supported)
+    monkeypatch.setattr(
+        "offload.training.data.DataLoader", lambda *a, **k: made.update(k) or loader(*a, **{**k, "pin_memory": False})
+    )
+    section = OmegaConf.create({"_component_": "any"})
+    built = build_batches(
+        section, None, key="dataset", collate_fn="", ignore_index=-100, device=torch.device(device), batch_size=3,
+        shuffle=False, seed=0,
+    )  # fmt: skip
+    batch = next(iter(built.epoch(0)))
+    assert made["pin_memory"] is locked
+    assert (batch.documents is not None) == (flex and supported) != ("mask" in batch.inputs)
 
 
 def test_steps_per_epoch() -> None:

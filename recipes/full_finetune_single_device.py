@@ -13,7 +13,8 @@ Features, each behind the configuration key of that name:
 - ``evaluation``: loss on held-out data every N steps.
 - ``save_every_n_steps``, ``keep_last_n``, ``resume_from_checkpoint``: whole checkpoints in Hugging Face's
   format; a resumed run goes on in the middle of an epoch as if it had not stopped.
-- ``metric_logger``: wandb mirrors ``metrics.jsonl`` in ``output_dir``, which has one line per log.
+- ``metric_logger``: wandb mirrors ``metrics.jsonl`` in ``output_dir``, which has one line per log. On an accelerator
+  a line is written when the next step is queued, so that logging every step costs no time.
 - ``profiler``: torch.profiler traces.
 
 Stops with status 2 and one line for what the user can mend: an unknown key, a missing file, a device that is
@@ -121,7 +122,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                     if should_log or should_save:
                         values = {"grad_norm": grad_norm}
                         if should_evaluate or (is_last and self.held_out is not None):
-                            reporter.flush()
+                            reporter.flush()  # evaluating waits for the device anyway
                             with timer("evaluation"):
                                 values["evaluation/loss"] = self.evaluate()
                         reporter.log(self.global_step, values)

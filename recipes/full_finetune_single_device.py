@@ -13,7 +13,8 @@ Features, each behind the configuration key of that name:
 - ``evaluation``: loss on held-out data every N steps.
 - ``save_every_n_steps``, ``keep_last_n``, ``resume_from_checkpoint``: whole checkpoints in Hugging Face's
   format; a resumed run goes on in the middle of an epoch as if it had not stopped.
-- ``metric_logger``: wandb mirrors ``metrics.jsonl`` in ``output_dir``, which has one line per log.
+- ``metric_logger``: wandb mirrors ``metrics.jsonl`` in ``output_dir``, which has one line per log. On an accelerator
+  a line is written when the next step is queued, so that logging every step costs no time.
 - ``profiler``: torch.profiler traces.
 
 Stops with status 2 and one line for what the user can mend: an unknown key, a missing file, a device that is
@@ -29,8 +30,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from offload.errors import UserError
 from offload.training.checkpoint import Loaded
 from offload.training.finetune import FinetuneRecipe
@@ -38,7 +37,7 @@ from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
 from offload.training.settings import TrainSettings
-from offload.training.step import check_finite, clip_gradients, forward_backward, step_scheduler
+from offload.training.step import clip_gradients, forward_backward, step_scheduler
 
 
 @dataclass(kw_only=True)
@@ -82,7 +81,6 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
         assert reporter is not None
         timer = reporter.timer
         accumulation = settings.gradient_accumulation_steps
-        unlogged_loss, unlogged_steps = torch.zeros((), device=self.device), 0
         reporter.start()
         if self.profiler is not None:
             self.profiler.start()
@@ -94,17 +92,16 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                 while self.step_in_epoch < self.steps_per_epoch and not interrupted:
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
-                    reporter.count(micro_batches)
-
-                    with timer("forward_backward"):
-                        loss = forward_backward(self.loss, micro_batches, self.optimizer, self.activations)
                     self.global_step += 1
                     self.step_in_epoch += 1
-                    unlogged_loss, unlogged_steps = unlogged_loss + loss, unlogged_steps + 1
                     should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
                     should_log = self.is_due(settings.log_every_n_steps) or should_evaluate
 
-                    lr = float(self.optimizer.param_groups[0]["lr"])
+                    with timer("forward_backward"):
+                        loss = forward_backward(
+                            self.loss, micro_batches, self.optimizer, self.activations, measures_norm=should_log
+                        )
+                    reporter.count(micro_batches, loss, lr=self.optimizer.param_groups[0]["lr"])
                     with timer("optimizer"):
                         grad_norm = clip_gradients(
                             self.optimizer, self.params, settings.clip_grad_norm, measure=should_log
@@ -121,19 +118,18 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                         or self.is_due(settings.save_every_n_steps)
                         or (settings.save_every_n_steps is None and self.step_in_epoch == self.steps_per_epoch)
                     )
+                    # On an accelerator nothing here waits for the step: its values are read when the next is queued.
                     if should_log or should_save:
-                        mean_loss = unlogged_loss.item() / unlogged_steps
-                        first = self.global_step - unlogged_steps + 1
-                        check_finite(mean_loss, first, self.global_step, lr)
-                        values = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
+                        values = {"grad_norm": grad_norm}
                         if should_evaluate or (is_last and self.held_out is not None):
+                            reporter.flush()  # evaluating waits for the device anyway
                             with timer("evaluation"):
                                 values["evaluation/loss"] = self.evaluate()
                         reporter.log(self.global_step, values)
-                        unlogged_loss, unlogged_steps = torch.zeros_like(unlogged_loss), 0
                     else:
                         reporter.advance(self.global_step)
                     if should_save:
+                        reporter.flush()  # stops the run if a loss until here is not finite
                         with timer("checkpoint"):
                             self.saved = self.save_checkpoint()
                     if self.profiler is not None:

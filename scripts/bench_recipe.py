@@ -6,8 +6,8 @@
 The recipe trains the tiny config in a thread of its own, exactly as its users run it (metrics, progress, checks and
 all). After each of its steps it is held up while the bare loop below, which has nothing but the work, does one step
 on a model of its own; both take turns on an otherwise idle process. So each pair of steps sees the same machine, and
-the median over all pairs is steady where whole runs differ by ten per cent. A step is timed from the moment its
-batch is loaded to the moment the next one is.
+the median over all pairs is steady where whole runs differ by ten per cent. A step is timed from the end of one
+backward to the end of the next.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def loop_steps(recipe: Any) -> Iterator[None]:
 
 
 class Turns:
-    """Lets the recipe's thread run from one loaded batch to the next, and holds it there."""
+    """Lets the recipe's thread run from the end of one backward to the next, and holds it there."""
 
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
@@ -83,10 +83,10 @@ class Turns:
         self._thread.start()
         self._held.acquire()
 
-    def _hold(self, batches: Any) -> None:
+    def _hold(self, *step: Any, **options: Any) -> None:
         self._held.release()
         self._go.acquire()
-        self._count(batches)
+        self._count(*step, **options)
 
     def _train(self) -> None:
         self._recipe.train()

@@ -265,7 +265,10 @@ def replay(
 
     def build(simulator: SimulatedAccelerator, model: nn.Module) -> Stepper:
         given = model if waits_per_unit else None
-        built = _Simulated(simulator, model.named_parameters(), lr=1e-3, model=given, **optimizer)
+        in_flight = optimizer.pop("in_flight_gib", 1.0) / load.shrink
+        built = _Simulated(
+            simulator, model.named_parameters(), lr=1e-3, model=given, in_flight_gib=in_flight, **optimizer
+        )
 
         def step() -> None:
             built.step()

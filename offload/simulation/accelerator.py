@@ -11,7 +11,7 @@
 
 Time is virtual: with :class:`Rates`, every copy, update, host operation, launch and page-lock has a duration, and
 :attr:`SimulatedAccelerator.trace` shows who was busy when. Device memory is counted as PyTorch's caching allocator
-hands it out, and may be limited.
+hands it out, and may be limited. :attr:`SimulatedAccelerator.host_waits` tells where threads waited for the device.
 
     sim = SimulatedAccelerator(order="late")
     with sim:  # torch operations inside are watched
@@ -101,6 +101,9 @@ class SimulatedAccelerator:
         trace: who was busy when.
         pins: what was page-locked, in bytes times ``scale``.
         copied_bytes: by direction; not scaled.
+        host_waits: (thread, place in the source) of every call that made a thread wait for the device: an event's
+            ``synchronize`` before its work was done, an operation whose result the host needs, a copy to or from the
+            host that is not ``non_blocking``.
 
     Raises (inside ``with``): RaceError, DeadlockError, torch.OutOfMemoryError, and in the main thread whatever ended a
     started thread.
@@ -125,6 +128,7 @@ class SimulatedAccelerator:
         self._threads = Threads(order, lambda thread: _Watch(self, thread))
         self._streams = Streams(STREAMS, self._threads, self.rates, launch_queue)
         self.trace: list[Span] = self._streams.trace
+        self.host_waits: list[tuple[str, str]] = self._streams.host_waits
         self._ledger = Ledger(self._made, self._freed)
         self._copies: list[tuple[Point, str, dict[torch.UntypedStorage, int]]] = []
         self._watch = _Watch(self, self._threads.main)
@@ -339,7 +343,7 @@ class SimulatedAccelerator:
         inputs: Sequence[Tensor],
     ) -> None:
         ledger = self._ledger
-        blocks = operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
+        blocks = _host_needs_result(func, args)
         current = self._stream_of(thread)
         agent: Agent = self._streams[thread.foreign[-1]] if thread.foreign else current
         block = thread.updating[-1] if thread.updating else None
@@ -383,6 +387,7 @@ class SimulatedAccelerator:
             elif launches and self.rates.launch:
                 self._streams.work(agent, thread, 0.0, name)
             if blocks:
+                self.host_waits.append((thread.name, place))
                 self._streams.drain(thread, agent)
         elif thread is not self._threads.main:
             name, key = (operation, thread) if thread.working is None else (thread.working.name, thread.working)
@@ -470,8 +475,16 @@ class SimulatedAccelerator:
             )
 
 
-# Operations whose result the host needs: a device's stream is waited for.
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _host_needs_result(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the host needs an operation's result, a value or a shape: a device's stream is waited for."""
+    operation = func.overloadpacket.__name__
+    if operation == "index":
+        # Positions tell the result's shape, a mask has to be counted.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
 
 
 def _references(storage: torch.UntypedStorage) -> int:

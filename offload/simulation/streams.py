@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from offload.simulation.threads import Block, SimulatedThread, Threads
 from offload.simulation.timeline import Span
+from offload.simulation.touched import place_of_caller
 from offload.simulation.vector_clock import Agent, Clock
 
 LAUNCH_QUEUE = 1024
@@ -101,6 +102,7 @@ class Streams:
 
     Attributes:
         trace: who was busy when.
+        host_waits: (thread, place in the source) of every call that made a thread wait for the device.
     """
 
     def __init__(self, names: Sequence[str], threads: Threads, rates: Rates, launch_queue: int) -> None:
@@ -109,6 +111,7 @@ class Streams:
         self._rates = rates
         self._launch_queue = launch_queue
         self.trace: list[Span] = []
+        self.host_waits: list[tuple[str, str]] = []
 
     def __getitem__(self, name: str) -> Stream:
         return self._all[name]
@@ -179,11 +182,18 @@ class Streams:
             self.drain(thread, stream)
 
     def synchronize(self, point: Point) -> None:
+        if self._threads.are_left:
+            return
         thread = self._threads.point()
+        is_over = point.end <= thread.now if self._threads.order in ("time", "early") else point.done
+        if not is_over:
+            self.host_waits.append((thread.name, place_of_caller()))
         self.reach(thread, point)
         self._threads.switch(thread)
 
     def is_done(self, point: Point) -> bool:
+        if self._threads.are_left:
+            return True
         thread = self._threads.point()
         done = self.is_passed(point, thread)
         if done:

@@ -6,6 +6,7 @@ epoch sees exactly the batches that an uninterrupted one would have seen.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -34,6 +35,8 @@ class Batch:
         num_tokens: tokens that are not padding.
         num_labels: labels that count in the loss.
         sample_length: mean tokens of a sample, packed or not; attention's cost grows with it.
+        documents: int64 [batch, tokens], which sample of its pack each token belongs to, where the mask is made of
+            it on the device (:func:`document_mask`).
     """
 
     inputs: dict[str, Any]
@@ -41,24 +44,81 @@ class Batch:
     num_tokens: int
     num_labels: int
     sample_length: float
+    documents: Tensor | None = None
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory; :class:`torch.utils.data.DataLoader` calls it."""
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors on ``device``."""
+        """The batch on ``device``.
+
+        Copies from page-locked memory are queued on the current stream. PyTorch's allocator of that memory gives it
+        to nobody else before they are done, so this batch may be dropped at once.
+        """
         if device.type == "cpu":
             return self
-        inputs = {
-            key: value.to(device, non_blocking=True) if hasattr(value, "to") else value
-            for key, value in self.inputs.items()
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        if moved.documents is not None:
+            moved.inputs["mask"] = document_mask(moved.documents)
+        return moved
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        inputs = {key: change(value) if isinstance(value, Tensor) else value for key, value in self.inputs.items()}
+        documents = None if self.documents is None else change(self.documents)
+        return dataclasses.replace(self, inputs=inputs, labels=change(self.labels), documents=documents)
+
+
+def document_mask(documents: Tensor) -> Any:
+    """What a token of a pack may attend to, for flex attention: itself and what precedes it in its own sample.
+
+    Args:
+        documents: int64 [batch, tokens], which sample each token belongs to.
+
+    Returns:
+        A ``BlockMask`` on the same device; making it waits for nothing.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    size, tokens = documents.shape
+    return create_block_mask(attends, size, None, tokens, tokens, device=documents.device)
+
+
+class PackedCollate:
+    """Packs of one length to the model's inputs, as torchtune's ``padded_collate_packed``.
+
+    That one makes the mask for flex attention on the GPU while it collates, from memory that is not page-locked,
+    which waits for the GPU and cannot be done in another process.
+
+    Args:
+        has_flex_attention: leave the mask to :meth:`Batch.to` and tell the documents instead.
+    """
+
+    def __init__(self, has_flex_attention: bool) -> None:
+        self._has_flex_attention = has_flex_attention
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        from torchtune.modules.attention_utils import create_block_causal_mask
+
+        inputs: dict[str, Any] = {
+            name: torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels", "input_pos")
         }
-        labels = self.labels.to(device, non_blocking=True)
-        return Batch(inputs, labels, self.num_tokens, self.num_labels, self.sample_length)
+        lengths = [sample["seq_lens"] for sample in samples]
+        if self._has_flex_attention:
+            inputs["documents"] = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
+        else:
+            inputs["mask"] = create_block_causal_mask(lengths)
+        return inputs
 
 
 class Collate:
     """Samples to a :class:`Batch`; counts tokens before padding hides them.
 
     Args:
-        collate_fn: torchtune's collator for these samples.
+        collate_fn: the collator for these samples: torchtune's, or :class:`PackedCollate`.
         padding_idx: the token that pads packed samples; None for samples that are not padded yet.
         ignore_index: label that does not count.
     """
@@ -75,7 +135,8 @@ class Collate:
         num_labels = int((labels != self._ignore_index).sum())
         packed = self._padding_idx is not None
         num_samples = int((inputs["input_pos"] == 0).sum()) if packed else len(samples)
-        return Batch(inputs, labels, num_tokens, num_labels, num_tokens / max(1, num_samples))
+        documents = inputs.pop("documents", None)
+        return Batch(inputs, labels, num_tokens, num_labels, num_tokens / max(1, num_samples), documents)
 
     def _length(self, tokens: Any) -> int:
         if self._padding_idx is None:
@@ -95,6 +156,7 @@ class Batches:
         seed: of the permutations.
         num_workers: processes that load; 0 loads in this process.
         drop_last: drop a last batch that is not full.
+        pin_memory: batches are in page-locked memory, for a device that copies them while the host goes on.
     """
 
     def __init__(
@@ -107,6 +169,7 @@ class Batches:
         seed: int,
         num_workers: int = 0,
         drop_last: bool = True,
+        pin_memory: bool = False,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
@@ -115,6 +178,7 @@ class Batches:
         self._seed = seed
         self._num_workers = num_workers
         self._drop_last = drop_last
+        self._pin_memory = pin_memory
 
     @property
     def num_samples(self) -> int:
@@ -138,6 +202,7 @@ class Batches:
             batch_sampler=batches,
             collate_fn=self._collate,
             num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
             # The loader draws a seed for its workers; from here, it leaves the run's own generator alone.
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
@@ -151,6 +216,7 @@ def build_batches(
     key: str,
     collate_fn: str,
     ignore_index: int,
+    device: torch.device | None = None,
     **options: Any,
 ) -> Batches:
     """Data set(s) of a config section as :class:`Batches`.
@@ -161,13 +227,16 @@ def build_batches(
         key: the section's name, for messages.
         collate_fn: dotted path of the collator for samples that are not packed.
         ignore_index: label that does not count.
+        device: what the batches are for; None for the CPU.
         **options: of :class:`Batches`.
 
     Raises:
         UserError: for a data set that cannot be read or mixes packed and other samples.
     """
-    from torchtune.data import padded_collate_packed
     from torchtune.datasets import ConcatDataset, PackedDataset
+    from torchtune.utils._import_guard import _SUPPORTS_FLEX_ATTENTION
+
+    kind = "cpu" if device is None else device.type
 
     sections: list[Any] = list(section) if isinstance(section, list | ListConfig) else [section]
     datasets = [_build_dataset(one, tokenizer, key) for one in sections]
@@ -176,11 +245,12 @@ def build_batches(
         raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
     dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
     if all(packed):
-        collate = Collate(padded_collate_packed, datasets[0].padding_idx, ignore_index)
+        has_flex_attention = kind == "cuda" and _SUPPORTS_FLEX_ATTENTION
+        collate = Collate(PackedCollate(has_flex_attention), datasets[0].padding_idx, ignore_index)
     else:
         function = resolve(collate_fn, key="collate_fn")
         collate = Collate(_PaddingCollate(function, tokenizer.pad_id, ignore_index), None, ignore_index)
-    return Batches(dataset, collate, **options)
+    return Batches(dataset, collate, pin_memory=kind != "cpu", **options)
 
 
 class _PaddingCollate:

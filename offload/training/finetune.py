@@ -107,6 +107,7 @@ class FinetuneRecipe:
             "ignore_index": getattr(self.loss_fn, "ignore_index", IGNORE_INDEX),
             "seed": self.seed,
             "num_workers": settings.num_workers,
+            "device": self.device,
         }
         self.batches = build_batches(
             settings.dataset,

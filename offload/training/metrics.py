@@ -1,14 +1,17 @@
-"""What a run reports: ``metrics.jsonl``, the mirrors of it, times per phase and tokens per second.
+"""What a run reports: ``metrics.jsonl`` and its mirrors.
 
 ``metrics.jsonl`` is the truth: one JSON object per log, written and flushed as one line, so that a killed
-run loses nothing that was logged. Mirrors (wandb, tensorboard, ...) receive the same values on threads of
-their own; one that fails or hangs costs the run a warning and nothing else.
+run loses no line that was written. On an accelerator a line is written once the next step is queued
+(:class:`offload.training.reporting.Reporter`), so a killed run lacks at most the last line. Mirrors (wandb,
+tensorboard, ...) receive the same values on threads of their own; one that fails or hangs costs the run a warning
+and nothing else.
 
 The form of a line::
 
     {"step": 20, "time": 1767225600.123, "loss": 2.31, "lr": 1e-05, ...}
 
-``step`` counts optimizer steps from 1, ``time`` is seconds since 1970. A value that JSON has no number for
+``step`` counts optimizer steps from 1 and is the one that the values belong to, ``time`` is seconds since 1970,
+when the line was written. A value that JSON has no number for
 (NaN, infinities) is ``null``, so that every JSON reader takes the line, and its name is kept in an extra
 member, which only such lines have: ``"nonfinite": {"loss": "nan"}``. A value that is not known (``None``)
 is ``null`` too.
@@ -16,7 +19,6 @@ is ``null`` too.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import math
@@ -297,160 +299,3 @@ def _call_close(close: Callable[..., None], exit_code: int) -> None:
 
 def _warn(message: str) -> None:
     say(f"warning: {message}", stream=sys.stderr)
-
-
-class StepTimer:
-    """Where the wall time of a run goes: seconds per phase since the last log.
-
-    ::
-
-        timer = StepTimer(device)
-        while ...:
-            with timer("data"): batch = next(batches)
-            with timer("forward_backward"): loss(batch).backward()
-            with timer("optimizer"): optimizer.step()
-            if log_now:
-                times = timer.read_and_reset()          # {"time/data": ..., "time/checkpoint": ..., ...}
-                rates = throughput.read_and_reset(timer.training_seconds)
-
-    A phase inside a phase stops the clock of the outer one. Time outside every phase is in the wall time
-    only.
-
-    On the CPU a phase is the time between its entry and its exit. On an accelerator the host runs ahead of
-    the device, so a phase lasts from the moment the device reaches the work queued before it to the moment it
-    is done with the work queued in it, taken with events on the current stream: data loading that the device
-    did not have to wait for counts 0, an optimizer that the device waits for counts in full (exposed time).
-    Nothing is synchronised until :meth:`read_and_reset`, which waits for the device once.
-
-    Args:
-        device: the device that trains.
-        clock: seconds, monotonic; for tests.
-    """
-
-    PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "evaluation")
-    # Not training: excluded from the time that tokens per second are taken over.
-    EXCLUDED = ("checkpoint", "evaluation")
-
-    def __init__(self, device: torch.device | str = "cpu", *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._marks: _HostMarks | _EventMarks
-        device = torch.device(device)
-        self._marks = _HostMarks(clock) if device.type == "cpu" else _EventMarks(device)
-        self.totals: dict[str, float] = dict.fromkeys(self.PHASES, 0.0)
-        """Seconds per phase since construction, up to the last :meth:`read_and_reset`."""
-        self.training_seconds = 0.0
-        """Wall time of the interval that was read last, without checkpoints and evaluations."""
-        self._open: list[tuple[str, Any]] = []
-        self._intervals: list[tuple[str, Any, Any]] = []
-        self._started = clock()
-
-    def restart(self) -> None:
-        """Forgets the time since the last read: call it when training begins, after the set-up."""
-        assert not self._open, f"inside phase {self._open[-1][0]!r}"
-        self._intervals.clear()
-        self._started = self._clock()
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Charges the time of the ``with`` block to ``phase`` (one of :attr:`PHASES`)."""
-        assert phase in self.totals, f"unknown phase {phase!r}; phases are {', '.join(self.PHASES)}"
-        now = self._marks.mark()
-        if self._open:
-            outer, since = self._open[-1]
-            self._intervals.append((outer, since, now))
-        self._open.append((phase, now))
-        try:
-            yield
-        finally:
-            now = self._marks.mark()
-            _, since = self._open.pop()
-            self._intervals.append((phase, since, now))
-            if self._open:
-                self._open[-1] = (self._open[-1][0], now)
-
-    def read_and_reset(self) -> dict[str, float]:
-        """``{"time/<phase>": seconds}`` since the last call, every phase; starts the next interval.
-
-        Waits for the device. :attr:`training_seconds` holds the interval's wall time without checkpoints and
-        evaluations afterwards.
-        """
-        self._marks.synchronize()
-        if self._open:
-            phase, since = self._open[-1]
-            mark = self._marks.mark()
-            self._marks.synchronize()
-            self._intervals.append((phase, since, mark))
-            self._open[-1] = (phase, mark)
-        now = self._clock()
-        seconds = dict.fromkeys(self.PHASES, 0.0)
-        for phase, begin, end in self._intervals:
-            seconds[phase] += self._marks.between(begin, end)
-        self._intervals.clear()
-        for phase, spent in seconds.items():
-            self.totals[phase] += spent
-        wall, self._started = now - self._started, now
-        self.training_seconds = max(0.0, wall - sum(seconds[phase] for phase in self.EXCLUDED))
-        return {f"time/{phase}": spent for phase, spent in seconds.items()}
-
-
-class _HostMarks:
-    """Points in time on the host's clock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.mark = clock
-
-    def synchronize(self) -> None:
-        pass
-
-    def between(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class _EventMarks:
-    """Points in the device's own order of work, as events on the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.Event:
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def synchronize(self) -> None:
-        torch.accelerator.synchronize(self._device)
-
-    def between(self, begin: torch.Event, end: torch.Event) -> float:
-        return begin.elapsed_time(end) / 1e3  # milliseconds
-
-
-class Throughput:
-    """Counts tokens and turns them into rates.
-
-    ``tokens_per_second`` counts every token that is not padding, ``trained_tokens_per_second`` the labels
-    that count in the loss; both over the wall time since the last log without checkpoints and evaluations
-    (:attr:`StepTimer.training_seconds`). ``tokens_seen`` counts the first kind over the whole run.
-
-    Args:
-        tokens_seen: what an earlier part of the run had seen (from its checkpoint).
-    """
-
-    def __init__(self, tokens_seen: int = 0) -> None:
-        self.tokens_seen = int(tokens_seen)
-        self._tokens = 0
-        self._trained = 0
-
-    def add(self, tokens: int, trained_tokens: int) -> None:
-        """Counts a batch: its tokens that are not padding, and its labels that count in the loss."""
-        self.tokens_seen += int(tokens)
-        self._tokens += int(tokens)
-        self._trained += int(trained_tokens)
-
-    def read_and_reset(self, seconds: float) -> dict[str, float]:
-        """The rates over ``seconds`` since the last call, and the tokens seen in all."""
-        tokens, trained, self._tokens, self._trained = self._tokens, self._trained, 0, 0
-        return {
-            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
-            "trained_tokens_per_second": trained / seconds if seconds > 0 else 0.0,
-            "tokens_seen": self.tokens_seen,
-        }

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from offload.training.config import instantiate
 from offload.training.data import Batch
 from offload.training.flops import flops_per_token, matmul_parameters, mfu, peak_flops
+from offload.training.late import LateReader, LateValues
 from offload.training.memory import peak_memory, reset_peak
-from offload.training.metrics import MetricLog, StepTimer, Throughput
+from offload.training.metrics import MetricLog
 from offload.training.progress import Progress, say, summary
+from offload.training.step import check_finite
+from offload.training.timing import Lap, StepTimer, Throughput, TokenCount
 from offload.training.wandb_logger import WandBLogger
+
+
+@dataclass
+class _Line:
+    """A line of metrics whose step is queued.
+
+    Attributes:
+        step: what it is about.
+        num_steps: steps since the line before, this one included.
+        values: ``loss``, their sum; ``lr``; and what the recipe measured.
+        lap: their time.
+        tokens: their tokens.
+        sample_length: mean tokens of their samples.
+        memory: the memory metrics.
+    """
+
+    step: int
+    num_steps: int
+    values: LateValues
+    lap: Lap
+    tokens: TokenCount
+    sample_length: float
+    memory: dict[str, float]
 
 
 class Reporter:
     """Collects what a run measures and writes it where it belongs.
+
+    On an accelerator the host queues a step while the device still works on the one before. So :meth:`log` only
+    queues: the values are copied behind the step that computes them, and its line is written when the next step is
+    queued, by when the device has work to go on with. On the CPU a line is written at once.
 
     Args:
         cfg: the whole configuration; goes to the metric logger.
@@ -49,6 +83,13 @@ class Reporter:
     ) -> None:
         self.timer = StepTimer(device)
         self.tokens = Throughput(tokens_seen)
+        self._reader = LateReader(device)
+        self._pending: deque[_Line] = deque()
+        self._zero = torch.zeros((), device=device)
+        self._loss, self._num_steps = self._zero, 0
+        self._lr: float | Tensor = 0.0
+        self._num_lines = 0
+        self._pinned_bytes = 0
         self._device, self._model, self._optimizer = device, model, optimizer
         self._output_dir = output_dir
         self._mirror = instantiate(metric_logger)
@@ -67,58 +108,117 @@ class Reporter:
         """Training begins: set-up time does not count."""
         self.timer.restart()
 
-    def count(self, batches: list[Batch]) -> None:
-        """Count a step's micro-batches."""
+    def count(self, batches: list[Batch], loss: Tensor, lr: float | Tensor) -> None:
+        """Count a step that is queued.
+
+        Args:
+            batches: its micro-batches.
+            loss: 0-dim, on the device.
+            lr: what it updates with.
+        """
         for batch in batches:
             self.tokens.add(batch.num_tokens, batch.num_labels)
             self._length_sum += batch.sample_length
             self._batches += 1
+        self._loss, self._num_steps = self._loss + loss, self._num_steps + 1
+        self._lr = lr.detach().clone() if isinstance(lr, Tensor) else lr  # a scheduler changes a tensor in place
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Write one line of metrics for ``step`` (optimizer steps done), and move the bar."""
-        times = self.timer.read_and_reset()
-        rates = self.tokens.read_and_reset(self.timer.training_seconds)
-        pinned = 0
-        if hasattr(self._optimizer, "memory_report"):
-            pinned = sum(self._optimizer.memory_report().get("pinned_host", {}).values())
-        memory = peak_memory(self._device, pinned)
-        row = {**values, **rates, **times, **memory}
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Make a line of metrics for ``step`` (optimizer steps done), and write those that are due.
+
+        Args:
+            step: the last that was counted.
+            values: by name, what was measured beside loss and lr; numbers, 0-dim tensors, None.
+
+        Raises:
+            UserError: where the loss of a line that is due is not finite.
+        """
+        lap = self.timer.cut()  # before the copies: when they are done, so is the step
+        line = _Line(
+            step=step,
+            num_steps=self._num_steps,
+            values=self._reader.fetch({"loss": self._loss, "lr": self._lr, **values}),
+            lap=lap,
+            tokens=self.tokens.cut(),
+            sample_length=self._length_sum / max(1, self._batches),
+            memory=peak_memory(self._device, self._pinned()),
+        )
+        self._loss, self._num_steps = self._zero, 0
+        self._length_sum, self._batches = 0.0, 0
+        self._pending.append(line)
+        self._write_all_but(0 if self._reader.is_immediate else 1)
+
+    def advance(self, step: int) -> None:
+        """``step`` is queued and not logged: write what is due, and move the bar."""
+        self.flush()
+        self._progress.update(step)
+
+    def flush(self) -> None:
+        """Write every line; waits for the device to finish their steps.
+
+        Raises:
+            UserError: where the loss is not finite.
+        """
+        self._write_all_but(0)
+
+    def _write_all_but(self, number: int) -> None:
+        while len(self._pending) > number:
+            line = self._pending.popleft()
+            try:
+                self._write(line)
+            except BaseException:
+                self._pending.clear()
+                raise
+
+    def _write(self, line: _Line) -> None:
+        values = line.values.read()
+        loss = values["loss"] / line.num_steps
+        check_finite(loss, line.step - line.num_steps + 1, line.step, values["lr"])
+        times = self.timer.read(line.lap)
+        rates = line.tokens.rates(self.timer.training_seconds)
+        row = {**values, "loss": loss, **rates, **times, **line.memory}
         if self._peak is not None:
-            row["mfu"] = mfu(rates["tokens_per_second"], self._flops_per_token(), self._peak)
-        self._log.log(row, step)
+            row["mfu"] = mfu(rates["tokens_per_second"], self._flops_per_token(line.sample_length), self._peak)
+        self._log.log(row, line.step)
         on_device = self._device.type != "cpu"
         shown = "memory/device_peak_allocated_gib" if on_device else "memory/host_rss_peak_gib"
         self._progress.update(
-            step,
-            loss=values["loss"],
+            line.step,
+            loss=loss,
             tokens_per_second=rates["tokens_per_second"],
-            memory_gib=memory[shown],
+            memory_gib=line.memory[shown],
         )
 
-    def _flops_per_token(self) -> float:
+    def _pinned(self) -> int:
+        """Page-locked bytes of the optimizer, as of the last line out of 1, 2, 4, 8, …: they hardly change."""
+        self._num_lines += 1
+        if hasattr(self._optimizer, "memory_report") and self._num_lines & (self._num_lines - 1) == 0:
+            self._pinned_bytes = sum(self._optimizer.memory_report().get("pinned_host", {}).values())
+        return self._pinned_bytes
+
+    def _flops_per_token(self, sample_length: float) -> float:
         frozen, trainable = self._matmul
         model: Any = self._model
-        length, self._length_sum, self._batches = self._length_sum / max(1, self._batches), 0.0, 0
         return flops_per_token(
             trainable,
             frozen,
             num_layers=len(model.layers),
             num_heads=model.num_heads,
             head_dim=model.head_dim,
-            seq_len=length,
+            seq_len=sample_length,
         )
-
-    def advance(self, step: int) -> None:
-        """Move the bar to a step that is not logged."""
-        self._progress.update(step)
 
     def close(self, exit_code: int, checkpoint: Path | None) -> None:
         """End the logs; print the summary of a run that ended well or was interrupted."""
+        failed = exit_code not in (0, 130, 143)
+        # After a failure, what the steps before it left is worth having if the device can still tell.
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            self.flush()
         self._progress.close()
         self._log.close(exit_code)
-        if exit_code not in (0, 130, 143):
+        if failed:
             return
-        self.timer.read_and_reset()  # counts what came after the last log: the final checkpoint
+        self.timer.read(self.timer.cut())  # counts what came after the last log: the final checkpoint
         notes = []
         note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
         if note is not None:

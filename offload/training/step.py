@@ -23,6 +23,8 @@ def forward_backward(
     micro_batches: Sequence[Batch],
     optimizer: torch.optim.Optimizer,
     activations: contextlib.AbstractContextManager[Any],
+    *,
+    measures_norm: bool,
 ) -> Tensor:
     """Accumulate the gradients of one step's micro-batches; returns the step's loss, 0-dim, on the device.
 
@@ -34,7 +36,11 @@ def forward_backward(
         micro_batches: on the model's device.
         optimizer: told which micro-batch is the last, if it wants to know (``accumulate``).
         activations: context for forward and backward's saved activations.
+        measures_norm: the gradients' norm will be asked for. An optimizer that updates in backward, and so has to
+            measure there, is told (``measure_grad_norm``).
     """
+    if hasattr(optimizer, "measure_grad_norm"):
+        optimizer.measure_grad_norm = measures_norm
     accumulate = getattr(optimizer, "accumulate", contextlib.nullcontext)
     num_labels = max(1, sum(batch.num_labels for batch in micro_batches))
     total: Tensor | None = None

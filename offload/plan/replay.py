@@ -37,7 +37,7 @@ class Result:
         first: memory of construction and the first step.
         steady: memory of the steps in the steady state.
         pinned_late: bytes of host memory that were page-locked after construction.
-        out_of_memory: what was said when the device had too little; empty where it had enough.
+        out_of_memory: when the device had too little and what it said, ``step 1: ...``; empty where it had enough.
     """
 
     step: float
@@ -355,7 +355,7 @@ def _run(
     simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory)
     begins: list[float] = []
     first: Use | None = None
-    pins = 0
+    pins, message, place = 0, "", "construction"
     try:
         with simulator, _small_chunks(load.shrink):
             model = _model(simulator, machine, load)
@@ -363,6 +363,7 @@ def _run(
             pins = len(simulator.pins)
             passing = 1 if load.activations is None else _bytes(load, load.activations.passing) // 2
             for number in range(WARM_UP + MEASURED + 1):
+                place = f"step {number + 1}"
                 if number in (1, WARM_UP):
                     first = first or simulator.memory.use()
                     simulator.memory.reset_peak()
@@ -378,9 +379,7 @@ def _run(
                 step()
             trace = list(simulator.trace)
     except torch.OutOfMemoryError as error:
-        message = str(error)
-    else:
-        message = ""
+        message = f"{place}: {error}"
     steady = simulator.memory.use()
     late = sum(pin.nbytes for pin in simulator.pins[pins:])
     if message:

@@ -108,7 +108,7 @@ class Activations:
     chunks: int = 8
 
 
-def llama_activations(dim: int, kv_dim: int, hidden: int, heads: int, vocabulary: int) -> Activations:
+def llama_activations(dim: int, hidden: int, heads: int, vocabulary: int) -> Activations:
     """Of torchtune's Llama layers in bf16 with the fused head and loss of ``offload.training.loss``.
 
     A layer's tensors are, in this order: the attention's norm, q, k, v, output; the MLP's norm, gate, up, down. What
@@ -116,9 +116,10 @@ def llama_activations(dim: int, kv_dim: int, hidden: int, heads: int, vocabulary
     GPU they are one kernel, which keeps its input alone, in fp32.
     """
     bf16, fp32 = 2, 4
-    d, kv, f = bf16 * dim, bf16 * kv_dim, bf16 * hidden
+    d, f = bf16 * dim, bf16 * hidden
     norm = fp32 * dim
-    attention = 2 * d + 2 * kv + fp32 * heads  # q and k after their rotation, v, the result, and its log-sum-exp
+    # q and k after their rotation, v, the result and its log-sum-exp; k and v are repeated for every head of q.
+    attention = 4 * d + fp32 * heads
     return Activations(
         passing=d,
         # A norm's result is the input of q, k and v, or of gate and up; attention's result is that of `output`.
@@ -126,7 +127,7 @@ def llama_activations(dim: int, kv_dim: int, hidden: int, heads: int, vocabulary
         kept=(norm, d, 0, attention, 0, norm, d, 3 * f, f),
         # Going backwards, down: of its input. up: of the product, SiLU and up. gate: of gate, and two of the norm's
         # result, which are added. v: of q, k and v. k, q: of one, and two of the norm's result. Norms compute in fp32.
-        gradients=(2 * norm, 3 * d, kv + 2 * d, d + 2 * kv, d, 2 * norm, f + 2 * d, 3 * f, f),
+        gradients=(2 * norm, 3 * d, 3 * d, 3 * d, d, 2 * norm, f + 2 * d, 3 * f, f),
         # Log-probabilities, their gradient, and that of the logits, in fp32.
         logits=3 * fp32 * vocabulary,
     )
@@ -172,7 +173,7 @@ LLAMA2_7B = Workload(
     tensors=(4096, *(4096 * 4096,) * 4, 4096, *(4096 * 11008,) * 3),
     tokens=4096,
     edge=32000 * 4096,
-    activations=llama_activations(4096, 4096, 11008, 32, 32000),
+    activations=llama_activations(4096, 11008, 32, 32000),
     launches=(46, 86),
 )
 """https://huggingface.co/meta-llama/Llama-2-7b-hf/blob/main/config.json

@@ -1,0 +1,204 @@
+"""What replays count of device memory: activations and gradients by hand, limits, and the sums for a Llama layer."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import peak_memory
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.plan.replay import Result, replay, replay_compute, replay_torchao
+from offload.plan.workload import LLAMA2_7B, MACHINES, Activations, Machine, Workload, llama_activations
+from offload.simulation.touched import touched_by
+
+MIB = 1 << 20
+FAST = Machine("fast", *[1e15] * 5)
+LAYERS = 6
+WEIGHT = 64
+"""MiB of a tensor, and of its gradient."""
+
+LOAD = Workload(
+    LAYERS,
+    (2**24, 2**24),
+    tokens=1024,
+    dtype=torch.float32,
+    activations=Activations(passing=16 << 10, kept=(32 << 10, 96 << 10), gradients=(0, 48 << 10), logits=0),
+)
+"""A layer passes 16 MiB on; its tensors keep 32 and 96 MiB; the second's backward takes 48 MiB."""
+
+PARAMETERS = LAYERS * 2 * WEIGHT
+
+
+def purposes(result: Result) -> dict[str, float]:
+    """MiB at the peak of the steady state."""
+    return {name: used / MIB for name, used in result.steady.purposes.items() if used >= MIB}
+
+
+def test_without_recomputation_every_layer_keeps_its_own() -> None:
+    result = replay_compute(FAST, dataclasses.replace(LOAD, recompute=False))
+    # The most at the first backward: what all keep, the output, and that backward's own 48 MiB; then gradients, while
+    # activations go faster than gradients come (128 MiB against 128 MiB a layer, and the first takes its own).
+    assert purposes(result) == {"parameters": PARAMETERS, "gradients": WEIGHT, "activations": 6 * 128 + 16 + 48}
+
+
+def test_with_recomputation_a_layer_keeps_what_it_was_given() -> None:
+    result = replay_compute(FAST, LOAD)
+    # The most at the last backward, the first layer's: all gradients but one, what that layer was given and keeps, and
+    # the output that the caller still holds.
+    use = purposes(result)
+    assert use["parameters"] == PARAMETERS
+    assert use["gradients"] == PARAMETERS - WEIGHT
+    assert use["activations"] == 16 + 128 + 16 + 48
+
+
+def test_an_update_at_step_needs_all_gradients() -> None:
+    at_step = replay(FAST, LOAD, strategy="stream")
+    assert purposes(at_step)["gradients"] >= PARAMETERS - WEIGHT
+    assert at_step.first.allocated >= at_step.steady.purposes["parameters"] + PARAMETERS * MIB - WEIGHT * MIB
+
+
+def test_a_limit_is_kept_or_said_to_be_too_low() -> None:
+    needed = replay_compute(FAST, LOAD).steady.reserved
+    free = replay(FAST, LOAD, strategy="host")
+    assert not free.out_of_memory and free.step < float("inf")
+    enough = replay(FAST, LOAD, memory=free.first.reserved, strategy="host")
+    assert not enough.out_of_memory and enough.first.reserved <= free.first.reserved
+    short = replay(FAST, LOAD, memory=needed // 2, strategy="host")
+    assert short.out_of_memory.startswith(("construction: ", "step 1: "))
+    assert "Tried to allocate" in short.out_of_memory and short.step == float("inf")
+    assert short.first.reserved <= needed // 2
+
+
+def test_the_cpu_runs_ahead_by_a_queue_of_launches_and_no_further() -> None:
+    """What it allocates is alive when the device gets there, some layers later."""
+
+    def gradients(launches: int) -> float:
+        slow = Machine("slow", flops=1e9, up=1e15, down=1e15, device=1e15, host=1e15, launch=1e-9)
+        load = dataclasses.replace(LOAD, layers=24, launches=(launches, launches))
+        return purposes(replay(slow, load, strategy="stream", update_in_backward=True))["gradients"]
+
+    # A layer's two forwards and its backward are 3 x 500 launches: not even one layer fits into the queue.
+    assert gradients(500) < gradients(20) / 2
+    assert gradients(500) <= 8 * WEIGHT
+
+
+def test_page_locking_after_construction_is_seen() -> None:
+    assert replay_torchao(FAST, LOAD).pinned_late == 0
+    assert replay_compute(FAST, LOAD).pinned_late == 0
+
+
+def test_recomputation_takes_the_time_of_a_forward() -> None:
+    machine = dataclasses.replace(FAST, flops=2.0 * 2**24 * 1024)  # a second for each tensor's forward
+    assert replay_compute(machine, LOAD).step == pytest.approx(LAYERS * 2 * 4.0)
+    assert replay_compute(machine, dataclasses.replace(LOAD, recompute=False)).step == pytest.approx(LAYERS * 2 * 3.0)
+
+
+# ---- a Llama layer
+
+BATCH, TOKENS, DIM, HEADS, KV_HEADS, HIDDEN = 2, 16, 64, 4, 2, 176
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    from offload.training import torchao_shim
+
+    torchao_shim.install()
+    from torchtune.models.llama3 import llama3
+
+    sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, embed_dim=DIM, intermediate_dim=HIDDEN, max_seq_len=64)
+    made = llama3(vocab_size=32, num_layers=1, **sizes).bfloat16().layers[0]
+    made(torch.zeros(BATCH, TOKENS, DIM, dtype=torch.bfloat16))  # builds its table of rotations
+    return made
+
+
+def given() -> Tensor:
+    return torch.randn(BATCH, TOKENS, DIM).bfloat16().requires_grad_()
+
+
+def test_what_a_llama_layer_keeps(layer: Any) -> None:
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(given())
+    kept = [tensor for address, tensor in saved.items() if address not in known]
+    rows = BATCH * TOKENS
+    norms = [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.numel() in (rows, rows * DIM)]
+    rest = [tensor for tensor in kept if all(tensor is not norm for norm in norms)]
+    activations = llama_activations(DIM, HIDDEN, HEADS, 32)
+    norm = activations.kept[0]
+    assert norm == 4 * DIM and sum(tensor.numel() == rows * DIM for tensor in norms) >= 2  # in fp32, both norms'
+    assert sum(tensor.untyped_storage().nbytes() for tensor in rest) == rows * (sum(activations.kept) - 2 * norm)
+    assert result.nbytes == rows * activations.passing
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = collections.Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if touched_by(func, args, kwargs or {}, result)[0] and not name.removeprefix("new_").startswith("empty"):
+            self.launches[name] += 1
+        return result
+
+
+def test_how_many_kernels_a_llama_layer_launches(layer: Any) -> None:
+    with Counting() as forward:
+        result = layer(given())
+    with Counting() as backward:
+        result.backward(torch.ones_like(result))
+    counted = (forward.launches.total(), backward.launches.total() - 1)  # without ones_like
+    assert counted == pytest.approx(LLAMA2_7B.launches, rel=0.1)
+
+
+def test_activations_have_a_number_for_each_tensor() -> None:
+    activations = LLAMA2_7B.activations
+    assert activations is not None
+    assert len(activations.kept) == len(activations.gradients) == len(LLAMA2_7B.tensors)
+    assert LLAMA2_7B.parameters == 6_738_411_520  # 6,738,415,616 with the last norm
+
+
+# ---- the record
+
+
+def test_a_whole_model_on_a_card() -> None:
+    """Parameters, logits and a layer's activations at their real size, whatever the engine does."""
+    load = dataclasses.replace(LLAMA2_7B, tokens=4096, layers=4)
+    result = replay_compute(MACHINES["rtx4090"], load)
+    use = purposes(result)
+    assert use["parameters"] == pytest.approx(load.parameters * 2 / MIB, rel=0.001)
+    kept = sum(load.activations.kept) * 4096 / MIB if load.activations else 0.0
+    assert 600 < kept < use["activations"] < 1.7 * kept
+
+
+def test_the_table_has_every_row() -> None:
+    record = {
+        "rows": [
+            {
+                "tokens": tokens,
+                "schedule": name,
+                "card": card,
+                "first": {"allocated_gib": 21.04, "retries": 1},
+                "steady": {"allocated_gib": 17.96, "retries": 2},
+                "out_of_memory": "step 1: too little" if card == "16 GB" else "",
+            }
+            for tokens in peak_memory.TOKENS
+            for name in peak_memory.SCHEDULES
+            for card in (None, *peak_memory.CARDS)
+        ]
+    }
+    lines = peak_memory.table(record).splitlines()
+    assert len(lines) == 2 + 8
+    assert lines[2] == "| `stream`, in backward |" + " 21.0, 18.0 | fits, 3 retries | fails in step 1 |" * 2

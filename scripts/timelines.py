@@ -39,8 +39,14 @@ SCHEDULES: dict[str, Schedule] = {
         m, w, strategy="host", update_in_backward=True, waits_per_unit=False
     ),
     "`host`, in backward, waits per unit": lambda m, w: replay(m, w, strategy="host", update_in_backward=True),
+    "`host`, in backward, 8 GiB in flight": lambda m, w: replay(
+        m, w, strategy="host", update_in_backward=True, in_flight_gib=8.0
+    ),
     "`stream`, at step": lambda m, w: replay(m, w, strategy="stream"),
     "`stream`, in backward": lambda m, w: replay(m, w, strategy="stream", update_in_backward=True),
+    "`stream`, in backward, 8 GiB in flight": lambda m, w: replay(
+        m, w, strategy="stream", update_in_backward=True, in_flight_gib=8.0
+    ),
 }
 
 PICTURES = {
@@ -68,6 +74,7 @@ def run(traces: Path | None) -> dict[str, Any]:
                         "compute_ms": round(result.compute * 1e3, 1),
                         "exposed_ms": round(max(result.exposed, 0.0) * 1e3, 1),
                         "bound_ms": round(result.bound * 1e3, 1),
+                        "forward_ms": round(forward_share(load) * result.compute * 1e3, 1),
                         "busy_ms": {agent: round(seconds * 1e3, 1) for agent, seconds in result.busy.items()},
                     }
                 )
@@ -87,6 +94,11 @@ def run(traces: Path | None) -> dict[str, Any]:
         "workload": {"layers": LLAMA2_7B.layers, "parameters": LLAMA2_7B.parameters, "dtype": str(LLAMA2_7B.dtype)},
         "rows": rows,
     }
+
+
+def forward_share(load: Workload) -> float:
+    """Of a step's compute: two FLOPs for each weight and token, beside four of backward and two of recomputation."""
+    return 2 / 8 if load.recompute else 2 / 6
 
 
 def table(record: dict[str, Any]) -> str:

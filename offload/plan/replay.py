@@ -299,6 +299,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
         hosts: dict[Tensor, nn.Parameter] = {}
         optimizers: dict[Tensor, torch.optim.Optimizer] = {}
         arrived: dict[Tensor, Event] = {}
+        held: dict[Tensor, Tensor] = {}
         units_of: dict[Tensor, str] = {param: units.unit_of(name) for name, param in model.named_parameters()}
 
         def on_gradient(param: Tensor) -> None:
@@ -308,7 +309,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
             arrived[param] = simulator.copy(
                 host, param.grad, "down", (simulator.record(),), f"{units_of[param]}: gradient"
             )
-            param.grad = None
+            held[param], param.grad = param.grad, None
 
         for param in model.parameters():
             buffers = [simulator.empty_pinned(param.nbytes).view(param.dtype) for _ in range(2)]
@@ -322,6 +323,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
                 # On a thread of its own, because the simulator charges host work to started threads.
                 for param, event in arrived.items():
                     event.synchronize()
+                    del held[param]
                     name = units_of[param]
                     with simulator.working(f"{name}: update"):
                         optimizers[param].step()

@@ -46,18 +46,19 @@ class Stream:
 
 
 class Event:
-    def __init__(self, device: torch.device, blocking: bool = False) -> None:
-        self.device, self.blocking = device, blocking
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.stream: Stream | None = None
+        self.answers: list[bool] = []
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
 
     def query(self) -> bool:
-        return True
+        return self.answers.pop(0) if self.answers else True
 
     def synchronize(self) -> None:
-        return None
+        raise AssertionError("spins")
 
 
 class Machine:
@@ -169,9 +170,13 @@ def test_a_copy_is_queued_behind_its_events_on_its_own_stream(machine: Machine) 
     assert second.event.stream is not third.event.stream
 
 
-def test_whoever_waits_for_an_event_sleeps(machine: Machine) -> None:
+def test_whoever_waits_for_an_event_sleeps(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("offload.engine.runtime.time.sleep", slept.append)
     event: Any = AcceleratorRuntime(DEVICE).record()
-    assert event.event.blocking
+    event.event.answers = [False, False, True]
+    event.synchronize()
+    assert len(slept) == 2 and not event.event.answers
 
 
 def test_a_record_on_a_stream_of_ones_own(machine: Machine) -> None:

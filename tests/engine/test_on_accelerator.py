@@ -1,7 +1,7 @@
 """The engine against plain optimizers: the same tests on a real accelerator and on the CPU that plays one.
 
 On the accelerator (``pytest -m gpu``) streams can be made late, and under ``TORCH_CUDA_SANITIZER=1`` every kernel of
-every thread is checked for races; ``scripts/gpu_suite.py --sanitize`` does that.
+every thread is checked for races; ``scripts/gpu_suite.py --part a`` does that.
 """
 
 from __future__ import annotations

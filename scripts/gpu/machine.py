@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ OPTIONAL = {
     "wandb": "wandb's mirror of the recipes' logs",
 }
 """What is left out where a package is missing."""
+
+
+FALLBACK = ".*kernel of offload.optim cannot be used"
+"""The warning where PyTorch's operations take a kernel's place."""
 
 
 class Unfit(RuntimeError):
@@ -78,35 +83,35 @@ def check_kernels(device: str) -> dict[str, Any]:
     """Take a step of the packed AdamW where it would be measured, and compare its bits with the CPU kernel's.
 
     Returns:
-        dict: ``cpu_kernel``, the instruction set that it uses; on a GPU also ``gpu_kernel``, Triton's version, and
-        ``same_bits``, whether both kernels give the same.
+        dict: ``cpu_kernel``, the instruction set that it uses; on a GPU also ``same_bits``, whether the
+        kernel there gives the same.
 
     Raises:
         Unfit: a kernel is missing.
     """
-    from offload.optim import AdamW, adamw, cpu
+    from offload import optim
+    from offload.optim import cpu
 
     facts: dict[str, Any] = {"cpu_kernel": next(iter(cpu.instruction_sets()), None)}
     if facts["cpu_kernel"] is None:
         raise Unfit("the CPU kernel of offload.optim is missing: python hatch_build.py compiles it")
     if device == "cpu":
         return facts
-    if adamw._triton_kernel() is None:
-        raise Unfit(
-            "Triton is missing, and PyTorch's operations would be measured in place of the GPU kernel of "
-            "offload.optim; pip install triton"
-        )
-    facts["gpu_kernel"] = f"triton {importlib.metadata.version('triton')}"
     torch.manual_seed(0)
     weights, gradients = torch.randn(3, 1000).bfloat16(), torch.randn(3, 1000).bfloat16()
     updated = []
-    for place in ("cpu", device):
-        param = torch.nn.Parameter(weights.clone().to(place))
-        optimizer = AdamW([param], lr=1e-2)
-        for gradient in gradients:
-            param.grad = gradient.expand(3, -1).contiguous().to(place)
-            optimizer.step()
-        updated.append([param.detach().cpu(), *(v.cpu() for v in optimizer.state[param].values())])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=FALLBACK)
+        try:
+            for place in ("cpu", device):
+                param = torch.nn.Parameter(weights.clone().to(place))
+                optimizer = optim.AdamW([param], lr=1e-2)
+                for gradient in gradients:
+                    param.grad = gradient.expand(3, -1).contiguous().to(place)
+                    optimizer.step()
+                updated.append([param.detach().cpu(), *(v.cpu() for v in optimizer.state[param].values())])
+        except UserWarning as warning:
+            raise Unfit(f"a fallback would be measured: {warning}") from warning
     facts["same_bits"] = all(torch.equal(one, other) for one, other in zip(*updated, strict=True))
     return facts
 

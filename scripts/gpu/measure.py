@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gpu.cases import Case, DroppedGradients
 from gpu.copies import trace_copies, write_trace
+from gpu.machine import FALLBACK
 from gpu.model import SHAPES, Llama, Shape, batch_of, make_model
 
 GIB = 2**30
@@ -111,7 +112,7 @@ def run_case(case: Case, job: Job) -> Iterator[dict[str, Any]]:
 
 def told_warnings() -> list[str]:
     """A list that gains the text of each warning about the optimizer, at most ten; a fallback in it is an error."""
-    warnings.filterwarnings("error", message=".*kernel of offload.optim cannot be used")
+    warnings.filterwarnings("error", message=FALLBACK)
     told: list[str] = []
     show = warnings.showwarning
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import gpu_suite as entry
 import pytest
+import torch
 from gpu import machine, parts
 from gpu import suite as suite_module
 from gpu.measure import Job
@@ -358,32 +360,43 @@ def test_nothing_is_measured_where_a_fallback_would_be(
 
 def test_the_kernels_are_checked_where_they_would_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays the device: the same bits pass, others do not, and without Triton nothing does."""
-    from offload.optim import adamw, cpu
+
+    from offload import optim
 
     facts = machine.check_kernels("cpu")
-    assert facts["cpu_kernel"] in cpu.instruction_sets() and "gpu_kernel" not in facts
+    assert facts["cpu_kernel"] in optim.cpu.instruction_sets() and "same_bits" not in facts
 
-    def check() -> dict[str, Any]:
+    class Changed(optim.AdamW):
+        """On the device, that is for the second optimizer that is built, a step does something more."""
+
+        built = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            type(self).built += 1
+            self.is_changed = type(self).built == 2
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            if self.is_changed:
+                self.more(self.param_groups[0]["params"][0])
+
+        def more(self, param: torch.Tensor) -> None:
+            return None
+
+    def check(more: Any) -> dict[str, Any]:
         # Not called "cpu", so that it is taken for a device of its own.
+        monkeypatch.setattr(optim, "AdamW", type("AdamW", (Changed,), {"more": more}))
         return machine.check_kernels("cpu:0")
 
-    monkeypatch.setattr(adamw, "_triton_kernel", lambda: object())
-    assert "triton" in check()["gpu_kernel"] and check()["same_bits"]
-    runs: list[Any] = []
-    real = adamw._run
+    def falls_back(self: Any, param: torch.Tensor) -> None:
+        warnings.warn("the GPU kernel of offload.optim cannot be used (No module named 'triton')", stacklevel=1)
 
-    def wrong(device: Any, items: Any, scale: Any) -> None:
-        real(device, items, scale)
-        runs.append(items)
-        if len(runs) > 3:  # the steps on the device come second
-            items[0].param.view(-1)[0] += 1
-
-    with monkeypatch.context() as patch:
-        patch.setattr(adamw, "_run", wrong)
-        assert not check()["same_bits"]
-    monkeypatch.setattr(adamw, "_triton_kernel", lambda: None)
-    with pytest.raises(machine.Unfit, match="Triton is missing"):
-        check()
+    assert check(lambda self, param: None)["same_bits"]
+    assert not check(lambda self, param: param.view(-1)[0].add_(1))["same_bits"]
+    with pytest.raises(machine.Unfit, match="No module named 'triton'"):
+        check(falls_back)
 
 
 class Blocked(importlib.machinery.PathFinder):

@@ -63,8 +63,8 @@ PROGRAM = """
 import sys, torch
 sys.path[:0] = [{root!r}, {tests!r}]
 import test_native_kernel as tests
-from offload.optim import adamw
-adamw.KERNEL_DEVICES = ("cpu",)
+from offload.optim import cpu, triton_kernel
+cpu.update = triton_kernel.update
 torch.save({{case: tests.train(case, tests.SMALL, "cpu") for case in tests.CASES}}, {path!r})
 """
 """In a process of its own: once interpreted, Triton's language cannot be compiled any more."""

@@ -23,15 +23,17 @@ from offload import OffloadOptimizer
 from offload.engine import units
 from offload.engine.runtime import AcceleratorRuntime
 from offload.engine.states import components
+from offload.optim import AdamW
 from offload.simulation.accelerator import RaceError
+from tests.engine.sleeping import current, sleep
 
 # cuBLAS reads it once, when it is first used; without it matrix products may differ from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 IS_SANITIZED = "TORCH_CUDA_SANITIZER" in os.environ
 STEPS = 4
-SLEEP = 2_000_000
-"""Clock cycles; about a millisecond, far longer than any kernel here."""
+LATE = 1.0
+"""Milliseconds, far longer than any kernel here."""
 
 ACCELERATOR = pytest.param(
     "accelerator",
@@ -129,12 +131,12 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        torch.cuda._sleep(SLEEP)
+        sleep(LATE)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        torch.cuda._sleep(SLEEP)
+        sleep(LATE)
         return gradient
 
 
@@ -412,25 +414,106 @@ def test_quantized_states_are_streamed(place: Place, path: str, in_backward: boo
     assert small and all(part.device.type == "cpu" for part in small)
 
 
+# The packed AdamW: one kernel's bits, wherever it runs
+
+FORMATS = [("int8", "split"), ("bf16", "stochastic"), ("fp32", "split"), ("fp8", "none")]
+PACKED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "seed": 3}
+
+
+def check_packed(
+    place: Place,
+    options: dict[str, Any],
+    *,
+    state_dtype: str = "int8",
+    master: str = "split",
+    accumulation: int = 1,
+    clip: float | None = None,
+    attached: bool = True,
+    is_slow: bool = False,
+) -> None:
+    """Trains a bf16 model with its states resident and with the options; parameters and states stay equal to the last
+    bit, also where one is updated on the device and the other on the CPU.
+
+    Clipped, both measure the norm in the same way, because a factor that differs in its last bit changes updates.
+    """
+    kwargs = {**PACKED, "state_dtype": state_dtype, "master": master}
+    model, twin = (make_model(place, torch.bfloat16) for _ in range(2))
+    model.is_slow = is_slow
+    params, theirs = ([p for p in each.parameters() if p.requires_grad] for each in (model, twin))
+    if clip is None:
+        plain = Plain(twin, AdamW, False, **kwargs)
+        reference: Any = plain
+        expected_states = plain.base.state
+    else:
+        reference = OffloadOptimizer(theirs, AdamW, strategy="resident", **kwargs)
+        expected_states = reference.state
+    expected = train(twin, reference, place, accumulation=accumulation, clip=clip)
+    own = {**kwargs, **options, **({"model": model} if attached else {})}
+    optimizer = OffloadOptimizer(params, "offload.optim.AdamW", **own)
+    norms = train(model, optimizer, place, accumulation=accumulation, clip=clip)
+    assert [norm.item() for norm in norms] == [norm.item() for norm in expected]
+    if clip is not None:
+        assert min(norms) > 2 * clip  # so the limit binds
+    assert_same(model, twin)
+    states, compared = optimizer.state, 0
+    for mine, other in zip(params, theirs, strict=True):
+        assert states[mine].keys() == expected_states[other].keys() if other in expected_states else mine not in states
+        for key, value in expected_states.get(other, {}).items():
+            assert torch.equal(states[mine][key].cpu(), value.cpu()), key
+            compared += 1
+    assert compared
+
+
+@MANY
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("state_dtype", "master"), FORMATS)
+@ALL
+def test_packed_states_are_the_same_to_the_last_bit(
+    place: Place,
+    options: dict[str, Any],
+    state_dtype: str,
+    master: str,
+    accumulation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large tensors are cut, so that ranges of them are updated."""
+    monkeypatch.setattr(units, "CHUNK_ELEMENTS", 1024)
+    check_packed(place, options, state_dtype=state_dtype, master=master, accumulation=accumulation)
+
+
+AT_STEP = [o for o in choices("stream", "host") if not (o["update_in_backward"] or o["offload_gradients"])]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("options", AT_STEP, ids=name_of)
+def test_packed_updates_are_clipped_to_the_last_bit(place: Place, options: dict[str, Any], accumulation: int) -> None:
+    check_packed(place, options, accumulation=accumulation, clip=0.1)
+
+
 # Races
 
 
 @contextmanager
-def late_stream(stream: str, monkeypatch: pytest.MonkeyPatch, cycles: int = SLEEP) -> Iterator[None]:
-    """Each piece of work on one of the engine's streams begins a millisecond late."""
+def late_stream(stream: str, monkeypatch: pytest.MonkeyPatch, milliseconds: float = LATE) -> Iterator[None]:
+    """Each piece of work on one of the engine's streams begins late."""
     copy, updating = AcceleratorRuntime.copy, AcceleratorRuntime.updating
+    sleeping = torch.Stream()
 
-    def late_copy(self: AcceleratorRuntime, dst: Tensor, src: Tensor, direction: Any, *args: Any, **kwargs: Any) -> Any:
+    def late_copy(
+        self: AcceleratorRuntime, dst: Tensor, src: Tensor, direction: Any, after: Any = (), *args: Any, **kwargs: Any
+    ) -> Any:
         if direction == stream:
-            with self._copies[direction]:
-                torch.cuda._sleep(cycles)
-        return copy(self, dst, src, direction, *args, **kwargs)
+            # The copy streams are the engine's; one that waits for a stream that sleeps is as late.
+            with current(sleeping):
+                sleep(milliseconds)
+                after = (*after, self.record())
+        return copy(self, dst, src, direction, after, *args, **kwargs)
 
     @contextmanager
-    def late_updating(self: AcceleratorRuntime, name: str = "") -> Iterator[None]:
-        with updating(self, name):
+    def late_updating(self: AcceleratorRuntime, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with updating(self, *args, **kwargs):
             if stream == "update":
-                torch.cuda._sleep(cycles)
+                sleep(milliseconds)
             yield
 
     with monkeypatch.context() as patch:
@@ -447,8 +530,6 @@ def test_late_streams(
     place: Place, options: dict[str, Any], attached: bool, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What does not wait for a stream that is late reads old values. The simulator makes every stream late."""
-    if place.device != "cuda":
-        pytest.skip("only CUDA can put a stream to sleep")
     with late_stream(stream, monkeypatch):
         check_parity(
             place,
@@ -457,6 +538,18 @@ def test_late_streams(
             accumulation=2,
             prepare=lambda model: setattr(model, "is_slow", stream == "compute"),
         )
+
+
+@pytest.mark.parametrize("place", [ACCELERATOR], indirect=True)
+@pytest.mark.parametrize("stream", ["compute", "up", "down", "update"])
+@OFFLOADED
+def test_late_streams_with_packed_states(
+    place: Place, options: dict[str, Any], stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With accumulation, and clipped where that can be and gives the same factor."""
+    clip = 0.1 if options in AT_STEP else None
+    with late_stream(stream, monkeypatch):
+        check_packed(place, options, accumulation=2, clip=clip, is_slow=stream == "compute")
 
 
 @pytest.mark.parametrize("place", ["simulated", ACCELERATOR], indirect=True)
@@ -469,10 +562,8 @@ def test_a_missing_wait_shows(place: Place, attached: bool, monkeypatch: pytest.
         with pytest.raises(RaceError):
             check_parity(place, options, attached=attached)
         return
-    if place.device != "cuda":
-        pytest.skip("only CUDA can put a stream to sleep")
     monkeypatch.setattr(AcceleratorRuntime, "wait", lambda self, event: None)
-    with late_stream("update", monkeypatch, 20 * SLEEP), pytest.raises(Exception if IS_SANITIZED else AssertionError):
+    with late_stream("update", monkeypatch, 20 * LATE), pytest.raises(Exception if IS_SANITIZED else AssertionError):
         check_parity(place, options, attached=attached)
 
 

@@ -71,6 +71,7 @@ def size_of(device: str, model: str, tokens: list[int] | None) -> Size:
 
 KERNEL_TESTS = ("tests/optim/test_triton_kernel.py", "tests/optim/test_native_kernel.py")
 ENGINE_TESTS = ("tests/engine/test_on_accelerator.py",)
+RECIPE_TESTS = ("tests/recipes/test_recipes_on_accelerator.py",)
 
 SANITIZED = "packed or bit_for_bit or long_copies or clipping"
 """Of the engine's tests, those worth their time under the sanitizer: every strategy, with and without accumulation."""
@@ -82,12 +83,14 @@ def part_a(size: Size) -> list[Item]:
         return [
             Selection("kernels", KERNEL_TESTS, marker="not slow", keyword="interpreter and addresses"),
             Selection("engine", ENGINE_TESTS, marker="not slow", keyword="threaded and activation"),
+            Selection("recipes", RECIPE_TESTS),
             Selection("sanitizer", ENGINE_TESTS, marker="not slow", keyword="sanitizer_sees", sanitize=True),
             *tiny_recipes(steps=3),
         ]
     return [
         Selection("kernels", KERNEL_TESTS, processes=6),
         Selection("engine", ENGINE_TESTS, processes=4),
+        Selection("recipes", RECIPE_TESTS, processes=2),
         *tiny_recipes(steps=20),
         Selection("sanitizer", ENGINE_TESTS, keyword=SANITIZED, sanitize=True, processes=4),
     ]

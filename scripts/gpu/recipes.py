@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +32,9 @@ SCRATCH = ROOT / "outputs" / "gpu_suite"
 NEEDED = ("torchtune", "torchao", "omegaconf", "datasets", "sentencepiece")
 
 LAYERS_PER_FILE = 8
+
+PATIENCE_WITH_WANDB = 30.0
+"""Seconds for its files to appear after the last step that is wanted: it starts beside training."""
 
 SECOND_INTERRUPT = 1.0
 """Seconds after the first, which lets a step end and begins to save."""
@@ -74,7 +76,8 @@ def run_recipe(run: RecipeRun, device: str, seconds: float | None, packages_miss
     config = configure(run, device, output)
     prepared = time.perf_counter() - started
     left = None if seconds is None else seconds - prepared
-    why, said = run_until_logged(run, config, output, left)
+    wants_wandb = "wandb" not in packages_missing
+    why, said = run_until_logged(run, config, output, left, wants_wandb)
     rows = read_rows(output / "metrics.jsonl")
     result: dict[str, Any] = {
         "command": f"python recipes/{run.recipe}.py --config {run.config} ({run.shape or 'own'} weights)",
@@ -82,17 +85,22 @@ def run_recipe(run: RecipeRun, device: str, seconds: float | None, packages_miss
         "seconds": time.perf_counter() - started,
         "steps": len(rows),
         **summary(rows),
-        "wandb_files": any(output.glob("wandb/offline-run-*/*.wandb")),
+        "wandb_files": has_wandb_files(output),
     }
     if why is None and len(rows) < run.steps:
         why = f"ended after {len(rows)} of {run.steps} steps"
     if why is None and not all(math.isfinite(loss) for loss in result["losses"]):
         why = "a loss is not finite"
-    if why is None and "wandb" not in packages_missing and not result["wandb_files"]:
+    if why is None and wants_wandb and not result["wandb_files"]:
         why = "wandb's files are not there"
     if why is None:
         return {"status": "ok", **result}
     return {"status": why if why == OUT_OF_TIME else "error", **result, "error": f"{why}\n{said}"[-2000:]}
+
+
+def has_wandb_files(output: Path) -> bool:
+    """Whether wandb has begun to write."""
+    return any(output.glob("wandb/offline-run-*/*.wandb"))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -115,8 +123,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-def run_until_logged(run: RecipeRun, config: Path, output: Path, seconds: float | None) -> tuple[str | None, str]:
+def run_until_logged(
+    run: RecipeRun, config: Path, output: Path, seconds: float | None, wants_wandb: bool
+) -> tuple[str | None, str]:
     """Start the recipe and end it when it has logged its steps; why that failed, and the end of what it said."""
+
+    def has_logged() -> bool:
+        return len(read_rows(output / "metrics.jsonl")) >= run.steps
+
     variables = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     folders = {"TUNE_OFFLOAD_HOME": str(SCRATCH / "home"), "HF_DATASETS_CACHE": str(SCRATCH / "datasets")}
     command = [sys.executable, str(ROOT / "recipes" / f"{run.recipe}.py"), "--config", str(config)]
@@ -134,12 +148,21 @@ def run_until_logged(run: RecipeRun, config: Path, output: Path, seconds: float 
         )
         try:
             why = None
-            while process.poll() is None and len(read_rows(output / "metrics.jsonl")) < run.steps:
-                if deadline is not None and time.perf_counter() > deadline:
-                    why = OUT_OF_TIME
+            logged_at: float | None = None
+            while process.poll() is None:
+                now = time.perf_counter()
+                if logged_at is None and has_logged():
+                    logged_at = now
+                if logged_at is not None and (
+                    not wants_wandb or has_wandb_files(output) or now > logged_at + PATIENCE_WITH_WANDB
+                ):
                     break
-                threading.Event().wait(0.2)
-            if process.poll() is None and why is None:
+                if deadline is not None and now > deadline:
+                    why = OUT_OF_TIME if logged_at is None else None
+                    break
+                time.sleep(0.2)
+            is_stopped = process.poll() is None
+            if is_stopped and why is None:
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(SECOND_INTERRUPT)
@@ -150,7 +173,8 @@ def run_until_logged(run: RecipeRun, config: Path, output: Path, seconds: float 
         finally:
             kill(process)
             process.wait()
-    if why is None and process.returncode not in (0, 128 + signal.SIGINT, -signal.SIGKILL):
+    stopped = (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGKILL) if is_stopped else ()
+    if why is None and process.returncode not in (0, *stopped):
         why = f"ended with status {process.returncode}"
     return why, log.read_text(errors="replace")[-2000:]
 

@@ -117,7 +117,12 @@ def _machine(runs: list[Entry]) -> str:
 
 def _tests(content: dict[str, Any]) -> str:
     cards = {card: tests for card, tests in content.get("tests", {}).items() if card != "cpu"}
-    names = {"kernels": "native kernels", "engine": "engine", "sanitizer": "under the CUDA sanitizer"}
+    names = {
+        "kernels": "native kernels",
+        "engine": "engine",
+        "recipes": "recipes",
+        "sanitizer": "under the CUDA sanitizer",
+    }
     parts = []
     for name, title in names.items():
         outcomes = [tests[name] for tests in cards.values() if name in tests]

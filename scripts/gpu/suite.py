@@ -257,7 +257,8 @@ class Suite:
         self.record.content["recipes"] = [*kept, entry]
         self.record.write()
         speed = f", {result['tokens_per_second']:.0f} tok/s" if "tokens_per_second" in result else ""
-        said = "" if result["status"] == "ok" else ": " + " ".join(result.get("error", "").split())[-400:]
+        words = " ".join(result.get("error", "").split())
+        said = "" if result["status"] == "ok" else f": {words[:100]} … {words[-300:]}"
         say(f"recipe {item.name}: {result['status']}, {result.get('steps', 0)} steps{speed}{said}")
         self.failed |= result["status"] == "error"
 

@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
     monkeypatch.setattr(recipes, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(recipes, "SECOND_INTERRUPT", 0.3)
+    monkeypatch.setattr(recipes, "PATIENCE_WITH_WANDB", 0.5)
     monkeypatch.setattr("gpu.processes.ROOT", tmp_path)
     for name in ("recipes", "configs"):
         (tmp_path / name).mkdir()
@@ -87,9 +88,14 @@ def test_how_a_recipe_can_fail(folder: Path, program: str, more: dict[str, Any],
     assert result["status"] == status and message in result["error"]
 
 
-def test_wandbs_files_are_found(folder: Path) -> None:
-    program = "os.makedirs(output + '/wandb/offline-run-1'); open(output + '/wandb/offline-run-1/a.wandb', 'w')\n"
-    result = run(folder, program + "log(*rows)", missing=())
+def test_waits_for_wandbs_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come only when the steps are logged already; and where they do not, it does not wait for ever."""
+    writes = "os.makedirs(output + '/wandb/offline-run-1'); open(output + '/wandb/offline-run-1/a.wandb', 'w')"
+    program = GOES_ON.replace("log(*rows)", f"log(*rows); time.sleep(1.5); {writes}")
+    result = run(folder, program, missing=())
+    assert result["status"] == "error" and "wandb's files" in result["error"]
+    monkeypatch.setattr(recipes, "PATIENCE_WITH_WANDB", 60.0)
+    result = run(folder, program, missing=())
     assert result["status"] == "ok" and result["wandb_files"]
 
 

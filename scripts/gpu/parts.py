@@ -70,7 +70,7 @@ def size_of(device: str, model: str, tokens: list[int] | None) -> Size:
 
 
 KERNEL_TESTS = ("tests/optim/test_triton_kernel.py", "tests/optim/test_native_kernel.py")
-ENGINE_TESTS = ("tests/engine/test_on_accelerator.py",)
+ENGINE_TESTS = ("tests/engine/test_late_streams.py", "tests/engine/test_on_accelerator.py")
 RECIPE_TESTS = ("tests/recipes/test_recipes_on_accelerator.py",)
 
 SANITIZED = "packed or bit_for_bit or long_copies or clipping"

@@ -36,6 +36,9 @@ LAYERS_PER_FILE = 8
 PATIENCE_WITH_WANDB = 30.0
 """Seconds for its files to appear after the last step that is wanted: it starts beside training."""
 
+LAST_WAIT = 60.0
+"""Seconds after the second interrupt: the system takes a while to free tens of GiB that were page-locked."""
+
 SECOND_INTERRUPT = 1.0
 """Seconds after the first, which lets a step end and begins to save."""
 
@@ -169,13 +172,14 @@ def run_until_logged(
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(30)
+                    process.wait(LAST_WAIT)
         finally:
             kill(process)
             process.wait()
-    stopped = (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGKILL) if is_stopped else ()
+    stopped = (128 + signal.SIGINT, -signal.SIGINT) if is_stopped else ()
     if why is None and process.returncode not in (0, *stopped):
-        why = f"ended with status {process.returncode}"
+        killed = is_stopped and process.returncode == -signal.SIGKILL
+        why = "did not end after two interrupts" if killed else f"ended with status {process.returncode}"
     return why, log.read_text(errors="replace")[-2000:]
 
 

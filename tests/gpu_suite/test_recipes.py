@@ -72,6 +72,12 @@ def test_a_recipe_is_stopped_when_it_has_logged_enough(folder: Path) -> None:
     assert config["device"] == "cpu" and config["seed"] == 0 and config["section"] == {"key": 1}
 
 
+def test_a_recipe_that_does_not_end_is_killed_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "LAST_WAIT", 0.5)
+    result = run(folder, GOES_ON.replace("os._exit(130)", "None"))
+    assert result["status"] == "error" and "two interrupts" in result["error"] and result["steps"] == 4
+
+
 @pytest.mark.parametrize(
     ("program", "more", "status", "message"),
     [

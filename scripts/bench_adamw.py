@@ -61,7 +61,7 @@ for folder in (ROOT / "scripts", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # a checkout need not be installed
 
-import gpu_suite  # noqa: E402
+from gpu import machine  # noqa: E402
 
 import hatch_build  # noqa: E402
 from offload.optim import AdamW, cpu  # noqa: E402
@@ -936,8 +936,8 @@ def draw(record: dict[str, Any], out: Path) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Of :func:`gpu_suite.describe_machine`, and what matters for this benchmark alone."""
-    facts = gpu_suite.describe_machine(device)
+    """Of :func:`gpu.machine.describe_machine`, and what matters for this benchmark alone."""
+    facts = machine.describe_machine(device)
     for package in ("deepspeed", "triton"):
         try:
             facts[package] = importlib.metadata.version(package)
@@ -969,6 +969,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     output = options.output or ROOT / "scripts" / "results" / f"adamw_{device}.json"
     torch.set_num_threads(options.threads)
+    try:
+        print(machine.build_kernel(), file=sys.stderr)
+        machine.check_kernels(device)
+    except machine.Unfit as error:
+        parser.error(str(error))
     # DeepSpeed's extension brings another OpenMP, which is loaded later and asks the environment.
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     keep_awake = awake() if device == "cpu" and options.patience > 0 else nullcontext(0)
@@ -987,7 +992,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": shlex.join(
             ["python", "scripts/bench_adamw.py", *(sys.argv[1:] if arguments is None else arguments)]
         ),
-        "commit": gpu_suite.git_commit(),
+        "commit": machine.git_commit(),
         "environment": {**environment(device), "cores_kept_awake": cores},
         **measured,
     }

@@ -1,0 +1,93 @@
+"""Processes with a time limit, whose results are kept whatever becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from gpu.machine import ROOT
+
+MARK = "RESULT "
+LOG_CHARACTERS = 20_000
+OUT_OF_TIME = "out of time"
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_OTHER_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def environment(allocator: str = "", **more: str) -> dict[str, str]:
+    """Of a child: the same allocator and algorithms for every one, whatever this shell has; output as it comes."""
+    kept = {key: value for key, value in os.environ.items() if key not in (*_OTHER_NAMES, ALLOCATOR)}
+    paths = [str(ROOT), str(ROOT / "scripts"), *kept.get("PYTHONPATH", "").split(os.pathsep)]
+    kept |= {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **({ALLOCATOR: allocator} if allocator else {}),
+    }
+    return kept | more
+
+
+def run_child(
+    command: Sequence[str], seconds: float | None, env: dict[str, str]
+) -> tuple[list[dict[str, Any]], str | None, str]:
+    """Run a process that prints its results as marked lines.
+
+    Args:
+        command: the program.
+        seconds: after which it is killed with all that it started; None for no limit.
+        env: its environment.
+
+    Returns:
+        tuple: results; why it ended, if not by itself; and the end of what else it said.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    stopped = threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        kill(process)
+
+    timer = None if seconds is None else threading.Timer(max(seconds, 0.0), stop)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    results, said = [], []
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                results.append(json.loads(line[len(MARK) :]))
+            else:
+                said.append(line)
+        code = process.wait()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        kill(process)
+    why = None
+    if code != 0:
+        hint = " (killed: host memory may have run out)" if code == -signal.SIGKILL else ""
+        why = OUT_OF_TIME if stopped.is_set() else f"ended with status {code}{hint}"
+    return results, why, "".join(said)[-LOG_CHARACTERS:]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process that was started in a session of its own, and whatever it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

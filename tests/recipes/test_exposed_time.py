@@ -29,16 +29,17 @@ MACHINE = Machine("a machine whose link is busy half of the time", 80e12, 50 * G
 STEPS = 8
 WARM_UP = 5  # steps that create states and settle into the rhythm that goes on
 TOKENS = 1000
-LOADING_SECONDS = 0.005  # the device must not wait for it; the CPU runs ahead by what the optimizer's budget holds
+LOADING_SECONDS = 0.02  # a tenth of a step, which the device must not wait for
+IN_FLIGHT = {"in_flight_gib": 8.0}  # how far the CPU runs ahead in backward
 
 RECIPES = {
     "full_finetune_single_device": "FullFinetuneRecipeSingleDevice",
     "lora_finetune_single_device": "LoRAFinetuneRecipeSingleDevice",
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "stream in backward": {"strategy": "stream", "update_in_backward": True},
-    "stream at step": {"strategy": "stream"},
-    "host in backward": {"strategy": "host", "update_in_backward": True},
+    "stream in backward": {"strategy": "stream", "update_in_backward": True, **IN_FLIGHT},
+    "stream at step": {"strategy": "stream", **IN_FLIGHT},
+    "host in backward": {"strategy": "host", "update_in_backward": True, **IN_FLIGHT},
 }
 
 
@@ -68,6 +69,7 @@ def recipe_of(
     Args:
         begins: gets the moment at which each step's first layer begins.
     """
+    optimizer["in_flight_gib"] /= LOAD.shrink
     model = replaying._model(simulator, MACHINE, LOAD)
     model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
     recipe = getattr(module, RECIPES[name]).__new__(getattr(module, RECIPES[name]))
@@ -81,9 +83,7 @@ def recipe_of(
     recipe.total_steps = recipe.steps_per_epoch = STEPS
     recipe.batches, recipe.params = Batches(simulator), list(model.parameters())
     recipe.loss = lambda inputs, labels, num_labels: model(inputs["x"]).sum()
-    recipe.optimizer = replaying._Simulated(
-        simulator, model.named_parameters(), lr=1e-3, model=model, in_flight_gib=1 / LOAD.shrink, **optimizer
-    )
+    recipe.optimizer = replaying._Simulated(simulator, model.named_parameters(), lr=1e-3, model=model, **optimizer)
     recipe.save_checkpoint = lambda: None
     recipe.reporter = Reporter(
         OmegaConf.create({}), None, output_dir=output_dir, device=recipe.device, model=model,

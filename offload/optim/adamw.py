@@ -183,7 +183,7 @@ class Adam(torch.optim.Optimizer):
         if not trained:
             return
         # A Python number would be made a tensor for each of them, which takes most of the time.
-        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0, dtype=torch.float32, device="cpu"), alpha=1.0)
         plans: dict[tuple[int, float], _Plan] = {}
         copied: list[tuple[Tensor, Tensor]] = []
         by_device: dict[torch.device, list[Item]] = defaultdict(list)
@@ -202,7 +202,8 @@ class Adam(torch.optim.Optimizer):
     def _state_of(self, param: Tensor, group: Group) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")
+            # Whatever the default dtype is: bf16 counts to 256 only.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             spec = state_spec(param.dtype, param.numel(), group["state_dtype"], group["master"])
             for key, dtype in spec.items():
                 if key in STATE_BLOCK:

@@ -32,9 +32,6 @@ Group = dict[str, Any]
 OWN_OPTIONS = ("state_dtype", "master")
 """What a group keeps when a state is loaded: an optimizer's format is its own, a loaded state is converted."""
 
-_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-"""What a step adds to step counts: making it anew takes longer than adding it to ten of them."""
-
 
 class Adam(torch.optim.Optimizer):
     """Adam (https://arxiv.org/abs/1412.6980) with 2 to 8 bytes of state per parameter, an exact master included.
@@ -197,7 +194,7 @@ class Adam(torch.optim.Optimizer):
             return
         self._refuse_capture()
         # A Python number would be made a tensor for each of them, which takes most of the time.
-        torch._foreach_add_(steps, _ONE, alpha=1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0, dtype=torch.float32, device="cpu"), alpha=1.0)
         scale, factor = self._scale(), 1.0
         if scale is not None and "cpu" in {scale.device.type, *(param.device.type for _, _, param, _, _ in trained)}:
             factor, scale = float(scale), None

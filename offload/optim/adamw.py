@@ -162,7 +162,13 @@ class Adam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; one call of a kernel for all of them.
 
         A ``torch.amp.GradScaler`` hands its scale over, which the update applies, and a gradient that is not
-        finite leaves parameters and states alone.
+        finite leaves parameters and states alone. Whether there is one is read on the host, which waits for it; so
+        is a ``lr`` on a device.
+
+        ``torch.compile`` leaves the update as it is.
+
+        Raises:
+            RuntimeError: for a sparse gradient, or while a CUDA graph is captured.
         """
         loss = None
         if closure is not None:

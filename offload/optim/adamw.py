@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from offload.optim import cpu, interchange, reference
+from offload.optim import cpu, gpu, interchange
 from offload.optim.codes import GOLDEN_RATIO
 from offload.optim.formats import (
     BLOCK,
@@ -35,9 +32,6 @@ Group = dict[str, Any]
 OWN_OPTIONS = ("state_dtype", "master")
 """What a group keeps when a state is loaded: an optimizer's format is its own, a loaded state is converted."""
 
-KERNEL_DEVICES = ("cuda",)
-"""Devices that the Triton kernel runs on; ROCm calls itself cuda too."""
-
 
 class Adam(torch.optim.Optimizer):
     """Adam (https://arxiv.org/abs/1412.6980) with 2 to 8 bytes of state per parameter, an exact master included.
@@ -45,7 +39,7 @@ class Adam(torch.optim.Optimizer):
     ============ ========== ========== ==============================================================================
     state_dtype  master     bytes      of state per bf16 parameter, beside the parameter's own 2
     ============ ========== ========== ==============================================================================
-    fp32         split      10         to the last bit what fp32 Adam computes
+    fp32         split      10         as fp32 Adam, with its own fp32 parameters
     bf16         split      6
     int8         split      4.03       moments in blocks of 256 that share a scale
     int8         stochastic 2.03       the parameter keeps 8 bits of precision; their expectation is exact
@@ -57,6 +51,10 @@ class Adam(torch.optim.Optimizer):
     moves the master by less than the parameter's own rounding. Every result is a function of parameters, gradients,
     hyperparameters and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device
     change a bit.
+
+    With fp32 moments, the operations are those of ``torch.optim.Adam(fused=True)`` on fp32 parameters, each rounded on
+    its own. Results equal torch's to the last bit where torch's are compiled without fused multiply-add. Stock wheels
+    use it on GPUs and on CPUs with AVX2 or AVX-512, where the last bits differ.
 
     Args:
         params: parameters, groups or named parameters; fp32 or bf16, dense.
@@ -124,6 +122,16 @@ class Adam(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._prepare(self.param_groups[-1])
+
+    def _prepare(self, group: Group) -> None:
+        """Compile and try what updates the group's parameters where they are."""
+        kinds: dict[torch.device, set[Kind]] = defaultdict(set)
+        for param in group["params"]:
+            if param.device.type != "cpu":
+                kinds[param.device].add(_kind(group, param.dtype, self._coupled))
+        for device, those in kinds.items():
+            gpu.prepare(device, those)
 
     def _check_group(self, index: int, group: Group) -> None:
         name = type(self).__name__
@@ -154,7 +162,13 @@ class Adam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; one call of a kernel for all of them.
 
         A ``torch.amp.GradScaler`` hands its scale over, which the update applies, and a gradient that is not
-        finite leaves parameters and states alone.
+        finite leaves parameters and states alone. Whether there is one is read on the host, which waits for it; so
+        is a ``lr`` on a device.
+
+        ``torch.compile`` leaves the update as it is.
+
+        Raises:
+            RuntimeError: for a sparse gradient, or while a CUDA graph is captured.
         """
         loss = None
         if closure is not None:
@@ -165,6 +179,8 @@ class Adam(torch.optim.Optimizer):
             self._update()
         return loss
 
+    # What torch.compile made of it would be rounded in other places.
+    @torch._disable_dynamo
     def _update(self) -> None:
         trained, steps, position = [], [], 0
         for index, group in enumerate(self.param_groups):
@@ -182,8 +198,12 @@ class Adam(torch.optim.Optimizer):
                 position += 1
         if not trained:
             return
+        self._refuse_capture()
         # A Python number would be made a tensor for each of them, which takes most of the time.
-        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0, dtype=torch.float32, device="cpu"), alpha=1.0)
+        scale, factor = self._scale(), 1.0
+        if scale is not None and "cpu" in {scale.device.type, *(param.device.type for _, _, param, _, _ in trained)}:
+            factor, scale = float(scale), None
         plans: dict[tuple[int, float], _Plan] = {}
         copied: list[tuple[Tensor, Tensor]] = []
         by_device: dict[torch.device, list[Item]] = defaultdict(list)
@@ -191,18 +211,28 @@ class Adam(torch.optim.Optimizer):
             key = index, step.item()
             plan = plans.get(key)
             if plan is None:
-                plan = plans[key] = _Plan(self.param_groups[index], int(key[1]), self._coupled)
+                plan = plans[key] = _Plan(self.param_groups[index], int(key[1]), self._coupled, factor)
             by_device[param.device].append(plan.item(param, grad, state, position, copied))
-        scale = self._scale()
         for device, items in by_device.items():
-            _run(device, items, scale)
+            if device.type == "cpu":
+                cpu.update(items)
+            else:
+                gpu.update(items, scale)
         for target, source in copied:
             target.copy_(source)
+
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph, which would repeat one step's "
+                "number, learning rate and random bits: capture forward and backward, and step outside of the graph"
+            )
 
     def _state_of(self, param: Tensor, group: Group) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")
+            # Whatever the default dtype is: bf16 counts to 256 only.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             spec = state_spec(param.dtype, param.numel(), group["state_dtype"], group["master"])
             for key, dtype in spec.items():
                 if key in STATE_BLOCK:
@@ -220,7 +250,12 @@ class Adam(torch.optim.Optimizer):
         if grad_scale is None:
             return scale
         inverse = grad_scale.double().reciprocal().float()
-        return inverse if scale is None else inverse * scale.to(inverse.device)
+        if scale is None:
+            return inverse
+        # Of two devices; a number on the host is an argument of the product's kernel, which waits for nothing.
+        if "cpu" not in (scale.device.type, inverse.device.type):
+            scale = scale.to(inverse.device)
+        return inverse * scale
 
     # States
 
@@ -245,6 +280,8 @@ class Adam(torch.optim.Optimizer):
         for index, group in enumerate(groups):
             self._check_group(index, group)
         self.__setstate__({"state": state, "param_groups": groups})
+        for group in groups:
+            self._prepare(group)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -287,15 +324,12 @@ class AdamW(Adam):
 
 
 class _Plan:
-    """What the tensors of one group at one step number have in common."""
+    """What the tensors of one group at one step number, with one factor of the gradients, have in common."""
 
-    def __init__(self, group: Group, step: int, coupled: bool) -> None:
-        self._constants = _constants(group, step, coupled)
+    def __init__(self, group: Group, step: int, coupled: bool, factor: float) -> None:
+        self._constants = _constants(group, step, coupled, factor)
         state_dtype, master = group["state_dtype"], group["master"]
-        self._kinds = {
-            dtype: Kind(param_kind(dtype, master), state_dtype, coupled and group["weight_decay"] != 0)
-            for dtype in (torch.float32, torch.bfloat16)
-        }
+        self._kinds = {dtype: _kind(group, dtype, coupled) for dtype in (torch.float32, torch.bfloat16)}
         seed = group["seed"]
         self._param_key = random_key(seed, step, 0) if master == "stochastic" else None
         self._is_coded = state_dtype in ("int8", "fp8")
@@ -346,7 +380,12 @@ class _Plan:
         return key_param, (key_v + self._walked) & 0xFFFFFFFF if self._is_coded else key_v
 
 
-def _constants(group: Group, step: int, coupled: bool) -> Constants:
+def _kind(group: Group, dtype: torch.dtype, coupled: bool) -> Kind:
+    """Which loop updates a group's parameters of one dtype."""
+    return Kind(param_kind(dtype, group["master"]), group["state_dtype"], coupled and bool(group["weight_decay"] != 0))
+
+
+def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constants:
     """In double precision; see :class:`Constants`."""
     lr, eps, weight_decay = float(group["lr"]), group["eps"], group["weight_decay"]
     beta1, beta2 = map(float, group["betas"])
@@ -354,7 +393,7 @@ def _constants(group: Group, step: int, coupled: bool) -> Constants:
     step_size = lr / (1 - beta1**step)
     is_folded = group["state_dtype"] != "fp32"
     return Constants(
-        gscale=-1.0 if group["maximize"] else 1.0,
+        gscale=-factor if group["maximize"] else factor,
         l2=weight_decay if coupled else 0.0,
         decay=1.0 if coupled else 1 - lr * weight_decay,
         beta1=beta1,
@@ -366,34 +405,6 @@ def _constants(group: Group, step: int, coupled: bool) -> Constants:
         bc2_sqrt=bc2_sqrt,
         eps_before=eps * math.sqrt(1 - beta2 ** (step - 1)),
     )
-
-
-def _run(device: torch.device, items: Sequence[Item], scale: Tensor | None) -> None:
-    if device.type in KERNEL_DEVICES and (kernel := _triton_kernel()) is not None:
-        kernel.update(items, scale)
-        return
-    if scale is not None:
-        factor = float(scale)
-        items = [i._replace(constants=i.constants._replace(gscale=i.constants.gscale * factor)) for i in items]
-    if device.type == "cpu":
-        cpu.update(items)
-    else:
-        reference.update(items)
-
-
-@cache
-def _triton_kernel() -> ModuleType | None:
-    """The module with the Triton kernel; None, after one warning, where there is no Triton."""
-    try:
-        from offload.optim import triton_kernel
-    except ImportError as error:
-        warnings.warn(
-            f"the GPU kernel of offload.optim cannot be used ({error}): updates on the GPU run on PyTorch's operations "
-            "with the same results, but slower. It needs Triton (pip install triton, where there is a build).",
-            stacklevel=2,
-        )
-        return None
-    return triton_kernel
 
 
 def _is_dense(tensor: Tensor) -> bool:

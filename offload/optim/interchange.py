@@ -186,7 +186,7 @@ def _packed(
         )
     step, state_dtype = float(saved["step"]), group["state_dtype"]
     spec = state_spec(param.dtype, param.numel(), state_dtype, group["master"])
-    state: dict[str, Any] = {"step": torch.tensor(step, device="cpu")}
+    state: dict[str, Any] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
     for key, dtype in spec.items():
         if key in STATE_BLOCK:
             state[key] = torch.zeros(-(-param.numel() // BLOCK), dtype=dtype, device=device)

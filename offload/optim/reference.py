@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from offload.optim import codes
@@ -26,9 +27,17 @@ CHUNK = BLOCK * 1024
 """Elements at a time, which bounds the memory of intermediate results."""
 
 
-def update(items: Sequence[Item]) -> None:
-    """Update every tensor of ``items`` in place."""
+def update(items: Sequence[Item], scale: Tensor | None = None) -> None:
+    """Update every tensor of ``items`` in place.
+
+    Args:
+        items: tensors on any device.
+        scale: 0-dim, a factor of all gradients, beside each item's own ``gscale``; the host does not read it.
+    """
     for item in items:
+        gscale: float | Tensor = f32(item.constants.gscale)
+        if scale is not None:
+            gscale = gscale * scale.to(item.grad.device, torch.float32)
         whole = [
             None if tensor is None else flat(tensor)
             for tensor in (item.param, item.grad, item.exp_avg, item.exp_avg_sq, item.remainder)
@@ -48,33 +57,34 @@ def update(items: Sequence[Item]) -> None:
                     exp_avg_sq_scale=None if item.exp_avg_sq_scale is None else item.exp_avg_sq_scale[blocks],
                     remainder=remainder,
                     start=item.start + first,
-                )
+                ),
+                gscale,
             )
 
 
-def _update(item: Item) -> None:
+def _update(item: Item, gscale: float | Tensor) -> None:
     p = item.param.float() if item.remainder is None else join_master(item.param, item.remainder)
     g = item.grad.float()
     if item.kind.state == "fp32":
-        p, m, v = _as_torch(item, p, g, item.exp_avg, item.exp_avg_sq)
+        p, m, v = _as_torch(item, p, g * gscale, item.exp_avg, item.exp_avg_sq)
         item.exp_avg.copy_(m)
         item.exp_avg_sq.copy_(v)
     elif item.kind.state == "bf16":
-        m, v = _moments(item, p, g, item.exp_avg.float(), item.exp_avg_sq.float())
+        m, v = _moments(item, p, g, gscale, item.exp_avg.float(), item.exp_avg_sq.float())
         c = item.constants
         p = p * c.decay - m * c.step_size / (_sqrt(v) + c.eps)
         item.exp_avg.copy_(round_half_away(m))
         item.exp_avg_sq.copy_(round_stochastically(v, _bits(item, item.key_v)))
     else:
-        p = _update_codes(item, p, g)
+        p = _update_codes(item, p, g, gscale)
     _store_param(item, p)
 
 
-def _update_codes(item: Item, p: Tensor, g: Tensor) -> Tensor:
+def _update_codes(item: Item, p: Tensor, g: Tensor, gscale: float | Tensor) -> Tensor:
     c, state = item.constants, item.kind.state
     assert item.exp_avg_scale is not None and item.exp_avg_sq_scale is not None
     stored = (item.exp_avg, item.exp_avg_scale, item.exp_avg_sq, item.exp_avg_sq_scale)
-    m, v = _moments(item, p, g, *codes.decode(*stored, state, c.eps_before))
+    m, v = _moments(item, p, g, gscale, *codes.decode(*stored, state, c.eps_before))
     root = _sqrt(v)
     ratio = m / (root + c.eps)
     threshold = codes.thresholds(item.start, p.numel(), item.key_v, p.device)
@@ -83,9 +93,12 @@ def _update_codes(item: Item, p: Tensor, g: Tensor) -> Tensor:
 
 
 def _as_torch(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operations of torch.optim.AdamW(fused=True) and Adam, in their order."""
+    """The operations of torch.optim.AdamW(fused=True) and Adam, in their order, each rounded on its own.
+
+    Args:
+        g: the gradient, scaled.
+    """
     c = item.constants
-    g = g * c.gscale
     if item.kind.coupled:
         g = g + p * c.l2
     p = p * c.decay
@@ -98,16 +111,22 @@ def _as_torch(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[T
     return p + m * -c.step_size / denominator, m, v
 
 
-def _moments(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(item: Item, p: Tensor, g: Tensor, gscale: float | Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New moments with fewer operations: the gradient's scale is folded into the constants."""
     c = item.constants
-    w1, w2 = f32(c.w1), f32(c.w2)
+    w1: float | Tensor = f32(c.w1)
+    w2: float | Tensor = f32(c.w2)
     if item.kind.coupled:
-        g = g * c.gscale + p * c.l2
+        g = g * gscale + p * c.l2
     else:
-        gscale = f32(c.gscale)
-        w1, w2 = f32(w1 * gscale), f32(f32(w2 * gscale) * gscale)
+        w1, w2 = _product(w1, gscale), _product(_product(w2, gscale), gscale)
     return m * c.beta1 + g * w1, v * c.beta2 + g * w2 * g
+
+
+def _product(x: float | Tensor, y: float | Tensor) -> float | Tensor:
+    """Of two fp32 numbers, rounded to fp32."""
+    product = x * y
+    return product if isinstance(product, Tensor) else f32(product)
 
 
 def _sqrt(values: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""The update as a Triton kernel, and the sums of squares that clipping needs: what runs on accelerators.
+"""The update as a Triton kernel: what runs on GPUs.
 
 Same bits as ``reference.py``: fp32, every operation rounded on its own (no contraction to fused multiply-adds), IEEE
 division and square root, subnormals kept. Only where a number is not finite may the two differ.
 
 One launch covers all tensors of a call that share a kind. What differs between them (addresses, sizes, keys,
-constants) travels in one small table, a single copy that the host does not wait for.
+constants) is written to a table in page-locked memory, and a small kernel before it fetches that to the device. A
+copy engine would bring it behind the states of whole units that are on their way up, milliseconds later; as arguments
+of the kernel, addresses could not be looked up by a tensor's number; and if every program read them from the host,
+thousands of reads would share the link with those states.
 
 Names: p parameter, g gradient, m first moment (exp_avg), v second moment (exp_avg_sq), q code of 8 bits. A tile is
 ``[ROWS, BLOCK]`` elements in memory order, so that the blocks of 8-bit states are its rows.
@@ -14,8 +17,10 @@ Names: p parameter, g gradient, m first moment (exp_avg), v second moment (exp_a
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -23,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.optim import codes
-from offload.optim.formats import BLOCK, Item, Kind
+from offload.optim.formats import BLOCK, Constants, Item, Kind, state_spec
+from offload.optim.ring import Ring
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Of every launch. Four warps read a tile of two rows (32-bit numbers) or four (16-bit ones) at 16 bytes per thread."""
@@ -31,21 +37,22 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ALIGNMENT = 16
 """Bytes of the widest load. Tensors at other addresses have a launch of their own, with narrow loads."""
 
-SUM_BLOCKS = 64
-"""Blocks whose squares one program sums up."""
+MOST_TENSORS = 1024
+"""Of one launch."""
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TABLE_WORDS = 1 << 17
+"""Words of 8 bytes for the tables that queued launches have not read yet: 1 MiB, 700 pieces of ten tensors."""
+
+FETCH_WORDS = 512
+"""Of a table, what one program fetches."""
 
 _UPDATE_ROW = struct.Struct("=11q11f4x")
 """Addresses of p, g, m, v, the scales of m and v, and the remainder; number of elements; position of the first in the
 parameter; keys of p and v; Constants."""
 
-_SUM_ROW = struct.Struct("=3q")
-"""Address, number of elements, position of the sum in the result."""
-
 _CONSTANTS = tl.constexpr(11)
+_FETCH_WORDS = tl.constexpr(FETCH_WORDS)
 _UPDATE_WORDS = tl.constexpr(_UPDATE_ROW.size // 8)
-_SUM_WORDS = tl.constexpr(_SUM_ROW.size // 8)
 _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITION = tl.constexpr(codes.POSITION)
@@ -56,126 +63,168 @@ _E3M5_OFFSET = tl.constexpr(codes.E3M5_OFFSET)
 _E3M5_RANGE = tl.constexpr(codes.E3M5_RANGE)
 
 
+class _Tables:
+    """Space for tables, on the host and on one device at the same places, and the factor 1 on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_gpu = device.type != "cpu"
+        # Kernels can read page-locked memory, at the address that it has on the host.
+        self.on_host = torch.empty(TABLE_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_gpu)
+        self.words = torch.empty(TABLE_WORDS, dtype=torch.int64, device=device)
+        self.numbers = self.words.view(torch.float32)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+        self.bytes = self.on_host.numpy().data.cast("B")
+        self.ring = Ring(TABLE_WORDS)
+        self.lock = threading.Lock()
+        self._device = device if is_gpu else None
+        if is_gpu:
+            # The one was written on this thread's stream; launches may come on others.
+            torch.accelerator.synchronize(device)
+
+    def read(self, start: int, size: int) -> None:
+        """What reads a range has been queued, on the current stream; in the interpreter it is done."""
+        if self._device is not None:
+            self.ring.read_until(torch.accelerator.current_stream(self._device).record_event(), start, size)
+
+
+_tables = cache(_Tables)
+
+
+def prepare(device: torch.device, kinds: Iterable[Kind]) -> None:
+    """Compile what updates of some kinds launch, and see that it works; waits for the device.
+
+    Raises:
+        Exception: whatever Triton, a compiler or the driver raise where there is no launch.
+        RuntimeError: where a launch gives wrong numbers.
+    """
+    with torch.no_grad(), _current(device):
+        for kind in kinds:
+            items = [_sample(kind, device, offset) for offset in (0, 1)]
+            update(items)
+            for item in items:
+                change = 1 - item.param.float().cpu()
+                if not bool(((change - _SAMPLE_CHANGE).abs() < 0.01).all()):
+                    raise RuntimeError(f"a trial of {kind} changed a parameter by {change[0].item()}")
+
+
+_SAMPLE_CHANGE = 0.1 * 0.1 / 0.001**0.5
+"""How far the first step takes a parameter of :func:`_sample`: step_size * m / sqrt(v)."""
+
+
+def _sample(kind: Kind, device: torch.device, offset: int) -> Item:
+    """A tensor of ones with gradients of one and no moments, ``offset`` elements behind an aligned address."""
+
+    def filled(dtype: torch.dtype | None, value: float, size: int = BLOCK) -> Tensor:
+        return torch.full((size + offset,), value, dtype=dtype, device=device)[offset:]
+
+    dtype = torch.float32 if kind.param == "fp32" else torch.bfloat16
+    spec = state_spec(dtype, BLOCK, kind.state, "none" if kind.param == "fp32" else kind.param)
+    state = {key: filled(dtype, 0, 1 if "scale" in key else BLOCK) for key, dtype in spec.items()}
+    return Item(
+        kind,
+        filled(dtype, 1),
+        filled(dtype, 1),
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state.get("exp_avg_scale"),
+        state.get("exp_avg_sq_scale"),
+        state.get("remainder"),
+        start=0,
+        key_param=0,
+        key_v=0,
+        constants=Constants(1.0, 0.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 0.1, 1.0, 0.0),
+    )
+
+
 def update(items: Sequence[Item], scale: Tensor | None = None) -> None:
     """Update every tensor of ``items`` in place, on the current stream and without waiting for the device.
 
     Args:
-        items: tensors on one device. Those of one kind share a launch; see also :data:`ALIGNMENT`.
-        scale: 0-dim, on any device; a factor of all gradients, beside each item's own ``gscale``.
+        items: tensors on one device. Those of one kind share a launch; see also :data:`ALIGNMENT` and
+            :data:`MOST_TENSORS`.
+        scale: 0-dim, a factor of all gradients, beside each item's own ``gscale``; the kernel reads it on the device.
     """
-    launches: dict[tuple[Kind, bool], list[Item]] = {}
+    launches: dict[tuple[Kind, bool], list[tuple[int, bytes]]] = {}
     for item in items:
-        launches.setdefault((item.kind, _is_aligned(item)), []).append(item)
+        kind, param, grad, m, v, m_scale, v_scale, remainder, start, key_param, key_v, constants = item
+        at = param.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr()
+        remainder_at = 0 if remainder is None else remainder.data_ptr()
+        numel = param.numel()
+        row = _UPDATE_ROW.pack(
+            *at,
+            0 if m_scale is None else m_scale.data_ptr(),
+            0 if v_scale is None else v_scale.data_ptr(),
+            remainder_at,
+            numel,
+            start,
+            key_param,
+            key_v,
+            *constants,
+        )
+        is_aligned = (at[0] | at[1] | at[2] | at[3] | remainder_at) % ALIGNMENT == 0
+        launches.setdefault((kind, is_aligned), []).append((numel, row))
     if not launches:
         return
     device = items[0].param.device
     with _current(device):
-        if scale is not None:
-            scale = scale.to(device, torch.float32, non_blocking=True)
-        for (kind, is_aligned), members in launches.items():
-            rows = 2 if "fp32" in (kind.param, kind.state) else 4
-            sizes = [item.param.numel() for item in members]
-            table, programs = _table([_update_row(item) for item in members], sizes, rows * BLOCK, device)
-            if programs:
-                _update[(programs,)](
-                    table,
-                    table.view(torch.float32),
-                    len(members),
-                    scale,
-                    PARAM=kind.param,
-                    STATE=kind.state,
-                    COUPLED=kind.coupled,
-                    ALIGNED=is_aligned,
-                    ROWS=rows,
-                    **OPTIONS,
-                )
+        tables = _tables(device)
+        # Always an address, so that one compiled kernel serves with and without a scale.
+        scale = tables.one if scale is None else scale.to(device, torch.float32, non_blocking=True)
+        for (kind, is_aligned), rows in launches.items():
+            for first in range(0, len(rows), MOST_TENSORS):
+                _launch(tables, kind, is_aligned, rows[first : first + MOST_TENSORS], scale)
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of each tensor's squares, fp32 ``[len(tensors)]``, on the current stream and without waiting for it.
-
-    Two launches for all tensors of one dtype. Sums are taken in fp32 and without atomics: their order depends on
-    nothing but a tensor's size and dtype and whether its address is a multiple of :data:`ALIGNMENT`.
-
-    Args:
-        tensors: fp32, bf16 or fp16, each dense, all on one device.
-
-    Raises:
-        TypeError: for tensors of another dtype.
-    """
-    launches: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"tensor {index} is {tensor.dtype}: expected one of {', '.join(map(str, _DTYPES))}")
-        launches.setdefault((tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0), []).append(index)
-    if not launches:
-        return torch.zeros(0)
-    device = tensors[0].device
-    with _current(device):
-        sums = torch.empty(len(tensors), dtype=torch.float32, device=device)
-        for (dtype, is_aligned), members in launches.items():
-            packed = [_SUM_ROW.pack(tensors[i].data_ptr(), tensors[i].numel(), i) for i in members]
-            table, programs = _table(packed, [tensors[i].numel() for i in members], SUM_BLOCKS * BLOCK, device)
-            partial = torch.empty(programs, dtype=torch.float32, device=device)
-            rows = 2 if dtype == torch.float32 else 4
-            if programs:
-                _partial_sums[(programs,)](
-                    table,
-                    len(members),
-                    partial,
-                    DTYPE=_DTYPES[dtype],
-                    ALIGNED=is_aligned,
-                    ROWS=rows,
-                    TILES=SUM_BLOCKS // rows,
-                    **OPTIONS,
-                )
-            _final_sums[(len(members),)](table, len(members), partial, sums, **OPTIONS)
-    return sums
+def _launch(tables: _Tables, kind: Kind, is_aligned: bool, tensors: Sequence[tuple[int, bytes]], scale: Tensor) -> None:
+    """Update tensors, each given by its number of elements and its row of the table."""
+    rows = 2 if "fp32" in (kind.param, kind.state) else 4
+    share = rows * BLOCK
+    firsts = [0]
+    for numel, _ in tensors:
+        firsts.append(firsts[-1] + -(-numel // share))
+    programs = firsts[-1]
+    if not programs:
+        return
+    content = b"".join(row for _, row in tensors) + struct.pack(f"={len(firsts)}q", *firsts)
+    size = len(content) // 8
+    with tables.lock:
+        start = tables.ring.take(size)
+        tables.bytes[8 * start : 8 * start + len(content)] = content
+        try:
+            _fetch[(-(-size // FETCH_WORDS),)](tables.on_host, tables.words, start, size, **OPTIONS)
+            _update[(programs,)](
+                tables.words,
+                tables.numbers,
+                len(tensors),
+                scale,
+                start=start,
+                PARAM=kind.param,
+                STATE=kind.state,
+                COUPLED=kind.coupled,
+                ALIGNED=is_aligned,
+                ROWS=rows,
+                **OPTIONS,
+            )
+        finally:
+            tables.read(start, size)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Triton launches on the current device, and on the stream that is this thread's current one there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _is_aligned(item: Item) -> bool:
-    tensors = (item.param, item.grad, item.exp_avg, item.exp_avg_sq, item.remainder)
-    return all(tensor is None or tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-
-
-def _update_row(item: Item) -> bytes:
-    scales = (item.exp_avg_scale, item.exp_avg_sq_scale, item.remainder)
-    return _UPDATE_ROW.pack(
-        item.param.data_ptr(),
-        item.grad.data_ptr(),
-        item.exp_avg.data_ptr(),
-        item.exp_avg_sq.data_ptr(),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in scales),
-        item.param.numel(),
-        item.start,
-        item.key_param,
-        item.key_v,
-        *item.constants,
-    )
-
-
-def _table(rows: Sequence[bytes], sizes: Sequence[int], share: int, device: torch.device) -> tuple[Tensor, int]:
-    """The rows, then each one's first program and the number of all, as int64 words on the device; and that number.
-
-    Args:
-        rows: packed, one per tensor.
-        sizes: each tensor's number of elements.
-        share: elements per program.
-        device: where the kernel runs.
-    """
-    firsts = [0]
-    for size in sizes:
-        firsts.append(firsts[-1] + -(-size // share))
-    content = b"".join(rows) + struct.pack(f"={len(firsts)}q", *firsts)
-    # Pinned memory of torch's own allocator is not used again before a copy from it is done.
-    table = torch.empty(len(content) // 8, dtype=torch.int64, pin_memory=device.type != "cpu")
-    table.numpy().view("uint8")[:] = memoryview(content)
-    return table.to(device, non_blocking=True), firsts[-1]
+@triton.jit(do_not_specialize=["start", "size"])
+def _fetch(
+    source,  # int64 [TABLE_WORDS], page-locked
+    target,  # the same, on the device
+    start,  # of the table, in words
+    size,
+):
+    at = tl.program_id(0) * _FETCH_WORDS + tl.arange(0, _FETCH_WORDS)
+    # Caches of the device may hold an earlier table. The one argument is for NVIDIA, the other for AMD.
+    words = tl.load(source + start + at, at < size, volatile=True, cache_modifier=".cv")
+    tl.store(target + start + at, words, at < size)
 
 
 # A program finds its tensor by binary search among the tensors' first programs, a few KiB that stay in the nearest
@@ -203,12 +252,13 @@ def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return pointer
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "numbers", "scale"])
+@triton.jit(do_not_specialize=["count", "start"], do_not_specialize_on_alignment=["scale"])
 def _update(
-    table,  # int64 [count * _UPDATE_WORDS + count + 1]
+    table,  # int64 [TABLE_WORDS], count * _UPDATE_WORDS + count + 1 of them from start on
     numbers,  # the same as fp32
     count,  # of tensors
-    scale,  # fp32 [] or None
+    scale,  # fp32 []
+    start,
     PARAM: tl.constexpr,
     STATE: tl.constexpr,
     COUPLED: tl.constexpr,
@@ -216,11 +266,11 @@ def _update(
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    firsts = table + count * _UPDATE_WORDS
+    firsts = table + start + count * _UPDATE_WORDS
     tensor = _tensor_of(program, firsts, count)
     block = (program - tl.load(firsts + tensor)) * ROWS
-    row = table + tensor * _UPDATE_WORDS
-    constants = numbers + 2 * (tensor * _UPDATE_WORDS + _CONSTANTS)
+    row = table + start + tensor * _UPDATE_WORDS
+    constants = numbers + 2 * (start + tensor * _UPDATE_WORDS + _CONSTANTS)
     left = tl.load(row + 7) - block * _BLOCK
     # Without a mask where none is needed: loads under one are narrow.
     if left >= ROWS * _BLOCK:
@@ -254,8 +304,7 @@ def _update_tile(
     step_size = tl.load(constants + 8)
     bc2_sqrt = tl.load(constants + 9)
     eps_before = tl.load(constants + 10)
-    if scale is not None:
-        gscale = gscale * tl.load(scale)
+    gscale = gscale * tl.load(scale)
 
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, _BLOCK)
@@ -435,54 +484,3 @@ def _encode_root(root, scale, position, key):
     bits = (root * _inverse(scale, _E3M5_RANGE) + _E3M5_OFFSET).to(tl.int32, bitcast=True)
     code = ((bits + (threshold << 2).to(tl.int32)) >> 18) - _E3M5_BIAS
     return tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8)
-
-
-# Sums of squares
-
-
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "partial"])
-def _partial_sums(
-    table,  # int64 [count * _SUM_WORDS + count + 1]
-    count,  # of tensors
-    partial,  # fp32 [programs]
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    program = tl.program_id(0)
-    firsts = table + count * _SUM_WORDS
-    tensor = _tensor_of(program, firsts, count)
-    row = table + tensor * _SUM_WORDS
-    first = (program - tl.load(firsts + tensor)) * (TILES * ROWS * _BLOCK)
-    left = tl.load(row + 1) - first
-    at = tl.arange(0, ROWS * _BLOCK)
-    start = _pointer(tl.load(row), DTYPE, ALIGNED) + first
-    total = tl.zeros([ROWS * _BLOCK], tl.float32)
-    if left >= TILES * ROWS * _BLOCK:
-        for tile in range(TILES):
-            x = tl.load(start + tile * (ROWS * _BLOCK) + at).to(tl.float32)
-            total += x * x
-    else:
-        for tile in range(TILES):
-            x = tl.load(start + tile * (ROWS * _BLOCK) + at, tile * (ROWS * _BLOCK) + at < left, 0.0).to(tl.float32)
-            total += x * x
-    tl.store(partial + program, tl.sum(total, axis=0))
-
-
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "partial", "sums"])
-def _final_sums(
-    table,  # as above
-    count,
-    partial,
-    sums,  # fp32 [all tensors]
-):
-    tensor = tl.program_id(0)
-    firsts = table + count * _SUM_WORDS + tensor
-    last = tl.load(firsts + 1)
-    total = tl.zeros([_BLOCK], tl.float32)
-    at = tl.load(firsts) + tl.arange(0, _BLOCK)
-    while tl.min(at) < last:
-        total += tl.load(partial + at, at < last, 0.0)
-        at += _BLOCK
-    tl.store(sums + tl.load(table + tensor * _SUM_WORDS + 2), tl.sum(total, axis=0))

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -172,6 +173,45 @@ def test_blocks_that_span_decades_do_not_blow_up(state: str) -> None:
         param.grad = gradient
         optimizer.step()
         assert (param - before).abs().max() < 12e-3  # torch.optim.AdamW stays below 3e-3 here
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """The dtype that torch gives to tensors whose maker names none."""
+    before = torch.get_default_dtype()
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "reference"])
+@pytest.mark.parametrize(("state", "master"), FORMATS)
+def test_the_default_dtype_changes_no_bit(
+    state: str, master: str, has_kernel: bool, default_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 counts to 256, and 256 + 1 is 256 again; a state that was loaded goes on counting too."""
+    if not has_kernel:
+        monkeypatch.setattr(offload.optim.cpu, "load", lambda: None)
+    start, steps = [weights(300), weights(300, dtype=torch.float32)], gradients(4, 300)
+    runs = []
+    for dtype in (torch.float32, default_dtype):
+        torch.set_default_dtype(dtype)
+        params = [nn.Parameter(param.detach().clone()) for param in start]
+        first = offload.optim.AdamW(params, state_dtype=state, master=master)
+        train(first, params, steps[:1])
+        saved = first.state_dict()
+        for packed in saved["state"].values():
+            assert packed["step"].dtype == torch.float32
+            packed["step"].fill_(254)
+        optimizer = offload.optim.AdamW(params, state_dtype=state, master=master)
+        optimizer.load_state_dict(saved)
+        train(optimizer, params, steps)
+        runs.append((params, optimizer.state_dict()["state"]))
+    (expected, expected_state), (params, state_dict) = runs
+    assert state_dict[0]["step"].item() == 258 and state_dict[0]["step"].dtype == torch.float32
+    for index, (param, other) in enumerate(zip(params, expected, strict=True)):
+        assert torch.equal(param, other)
+        for key, value in expected_state[index].items():
+            assert torch.equal(state_dict[index][key], value), key
 
 
 # The same bits in any division of work

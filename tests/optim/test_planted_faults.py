@@ -17,7 +17,7 @@ FAULTS = {
     "bias correction off by one": ("adamw.py", "(1 - beta1**step)", "(1 - beta1 ** (step + 1))"),
     "first moment's correction on the second": ("adamw.py", "sqrt(1 - beta2**step)", "sqrt(1 - beta1**step)"),
     "decay coupled": ("adamw.py", "_coupled = False", "_coupled = True"),
-    "scale's sign lost": ("adamw.py", 'gscale=-1.0 if group["maximize"] else 1.0', "gscale=1.0"),
+    "scale's sign lost": ("adamw.py", 'gscale=-factor if group["maximize"] else factor', "gscale=factor"),
     "rounding bits of another step": ("adamw.py", "random_key(seed, step, 0)", "random_key(seed, 0, 0)"),
     "rounding bits reused": ("formats.py", "2 * step + purpose", "2 * step"),
     "eps inside the root": ("kernels/adamw.c", "(sqrtf(new.v) + c->eps)", "sqrtf(new.v + c->eps)"),

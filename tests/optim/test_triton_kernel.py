@@ -28,8 +28,6 @@ KINDS = [Kind(param, state, coupled) for param in PARAM_KINDS for state in STATE
 NAN_OF_CUDA = 0x7FFFFFFF
 TILE = 4 * BLOCK
 """Elements of the larger of the two tiles."""
-SHARE = 64 * BLOCK
-"""Elements whose squares one program sums up."""
 
 
 SERVER = """
@@ -77,9 +75,6 @@ class Native:
         finally:
             self.kernel._update.pre_run_hooks.remove(hook)
 
-    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self.kernel.sum_of_squares(tensors)
-
 
 class Interpreter:
     """The kernels in a process of its own: once interpreted, Triton's language cannot be compiled any more."""
@@ -111,9 +106,6 @@ class Interpreter:
             for target, source in zip(mine, other, strict=True):
                 if isinstance(target, Tensor):
                     target.copy_(source)
-
-    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self._call("sum_of_squares", tensors)[0]
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -319,53 +311,6 @@ def test_a_block_with_a_nan_keeps_its_other_elements(place: Native | Interpreter
     assert torch.equal(got.exp_avg_scale.cpu(), wanted.exp_avg_scale)
 
 
-# Sums of squares
-
-
-@pytest.fixture
-def tensors(place: Native | Interpreter) -> list[Tensor]:
-    sizes = [(5, torch.float32), (0, torch.float32), (SHARE, torch.bfloat16), (3 * SHARE + 1234, torch.float32)]
-    sizes += [(SHARE + 1, torch.float16), (1, torch.bfloat16), (SHARE - 1, torch.float32)]
-    return [values(size, index, 1.0).to(dtype).to(place.device) for index, (size, dtype) in enumerate(sizes)]
-
-
-def test_sum_of_squares(place: Native | Interpreter, tensors: list[Tensor]) -> None:
-    tensors.append(tensors[3][1:])  # not aligned
-    sums = place.sum_of_squares(tensors)
-    assert sums.shape == (len(tensors),) and sums.dtype == torch.float32 and sums.device.type == place.device.type
-    wanted = torch.stack([tensor.double().square().sum() for tensor in tensors])
-    torch.testing.assert_close(sums.double(), wanted, rtol=2e-6, atol=0)
-
-
-def test_sum_of_squares_depends_on_nothing_but_the_tensor(place: Native | Interpreter, tensors: list[Tensor]) -> None:
-    sums = place.sum_of_squares(tensors)
-    assert torch.equal(place.sum_of_squares(tensors[::-1]).flip(0), sums)
-    for tensor, wanted in zip(tensors, sums, strict=True):
-        assert torch.equal(place.sum_of_squares([tensor])[0], wanted)
-
-
-def test_sum_of_squares_of_many_parts(place: Native | Interpreter) -> None:
-    """More partial sums than the second launch takes at a time."""
-    tensor = values(SHARE * (BLOCK + 5) + 1, 0, 1.0).bfloat16().to(place.device)
-    sums = place.sum_of_squares([tensor[:9], tensor])
-    wanted = torch.stack([tensor[:9].double().square().sum(), tensor.double().square().sum()])
-    torch.testing.assert_close(sums.double(), wanted, rtol=2e-6, atol=0)
-
-
-def test_sum_of_squares_shows_what_is_not_finite(place: Native | Interpreter, tensors: list[Tensor]) -> None:
-    tensors[3][77] = torch.nan
-    tensors[4][5] = torch.inf
-    sums = place.sum_of_squares(tensors).cpu()
-    assert sums.isnan().tolist() == [index == 3 for index in range(len(sums))]
-    assert sums.isinf().tolist() == [index == 4 for index in range(len(sums))]
-
-
-def test_sum_of_squares_of_nothing_and_of_other_dtypes(place: Native | Interpreter) -> None:
-    assert place.sum_of_squares([]).shape == (0,)
-    with pytest.raises(TypeError, match="tensor 1 is torch.float64"):
-        place.sum_of_squares([torch.zeros(1), torch.zeros(1, dtype=torch.float64)])
-
-
 # Compiled code
 
 
@@ -410,7 +355,7 @@ def test_compiled_code_is_exact_and_reads_16_bytes_at_a_time(kind: Kind, cache: 
     is_wide = "fp32" in (kind.param, kind.state)
     ptx = compiled(
         triton_kernel._update,
-        {"table": "*i64", "numbers": "*fp32", "count": "i32", "scale": "*fp32"},
+        {"table": "*i64", "numbers": "*fp32", "count": "i32", "scale": "*fp32", "start": "i32"},
         {
             "PARAM": kind.param,
             "STATE": kind.state,
@@ -424,25 +369,6 @@ def test_compiled_code_is_exact_and_reads_16_bytes_at_a_time(kind: Kind, cache: 
     # The parameter and the gradient, in the larger of the two dtypes at least.
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 2
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) >= 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_sum_reads_16_bytes_at_a_time(dtype: torch.dtype, cache: None) -> None:
-    from offload.optim import triton_kernel
-
-    rows = 2 if dtype == torch.float32 else 4
-    ptx = compiled(
-        triton_kernel._partial_sums,
-        {"table": "*i64", "count": "i32", "partial": "*fp32"},
-        {
-            "DTYPE": triton_kernel._DTYPES[dtype],
-            "ALIGNED": True,
-            "ROWS": rows,
-            "TILES": triton_kernel.SUM_BLOCKS // rows,
-        },
-    )
-    assert_exact(ptx)
-    assert re.search(r"ld\.global\.v4\.b32", ptx)
 
 
 def test_the_optimizers_work_without_triton() -> None:

@@ -43,6 +43,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     }
     for strategy, in_backward, offloads in itertools.product(("stream", "host"), (True, False), (False, True))
 }
+SCHEDULES["`stream`, in backward, `in_flight_gib=0.125`"] = {
+    **SCHEDULES["`stream`, in backward"],
+    "in_flight_gib": 0.125,
+}
 
 
 def replayed(name: str, tokens: int, card: str | None) -> Result:

@@ -186,6 +186,7 @@ def test_a_scheduler_resumes_from_its_state(two_machines: str, loop: Loop) -> No
         for seed in range(STEPS):
             if seed == stop_at:
                 saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
+                saved[1]["state"][0]["step"].item()  # the copy is made before the optimizer's memory is freed
                 model = make_model()
                 model.load_state_dict(saved[0])
                 optimizer = build(model, model.parameters(), loop, lr=1e-2, fused=True)

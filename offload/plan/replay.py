@@ -117,7 +117,7 @@ class _Run(torch.autograd.Function):
             stage.simulator.compute(stage.backward_seconds, f"{stage.name}: backward", stage.backward_launches)
         with stage.simulator.purpose("gradients"):
             gradient = torch.ones_like(stage.weight)
-        del kept, passing
+        del kept, passing  # until here
         return grads[0], None, gradient
 
 

@@ -297,23 +297,19 @@ class Engine:
                     gradients[param] = taken[param] = gradient
             if gradients:
                 jobs.append((piece, gradients))
+        groups, read = self._hyperparameters()
+        here = self._runtime.stream()
+        streams = {stream for piece, _ in jobs for stream in self._progress.streams.get(piece, ())} if early else set()
+        for other in (streams | {self._snapshot_stream}) - {here}:
+            self._runtime.wait(self._runtime.record(other))
         on_device = {param: gradient.values for param, gradient in taken.items() if not gradient.on_host}
         if early:
             self.norms.leave(on_device)
-        groups, read = self._hyperparameters()
         scale = self._scale
         if self._copies is not None:
             scale = self._bring(scale, read := list(read))
-        here = [self._runtime.stream(), self._snapshot_stream]
-        events: dict[Hashable, Event] = {}
-        made = []
-        for piece, gradients in jobs:
-            streams = [*here, *(self._progress.streams.get(piece, ()) if early else ())]
-            for stream in streams:
-                if stream not in events:
-                    events[stream] = self._runtime.record(stream)
-            ready = [events[stream] for stream in dict.fromkeys(streams)]
-            made.append(Job(piece, gradients, ready, groups, scale, read))
+        ready = self._runtime.record()
+        made = [Job(piece, gradients, ready, groups, scale, read) for piece, gradients in jobs]
         if self._worker is not None:
             self._in_flight.submit(on_device.values())
             self._worker.submit(made)

@@ -182,7 +182,7 @@ class HostPipeline(Pipeline):
         slot.filled = DONE
         for part, span in on_device.items():
             name = f"{job.piece.name} gradient down"
-            slot.filled = self._runtime.copy(gradients[part], span, "down", (*job.ready,), name)
+            slot.filled = self._runtime.copy(gradients[part], span, "down", (job.ready,), name)
         return slot, gradients
 
     def _update(self, job: Job, slot: Slot, gradients: dict[Slice, Tensor]) -> None:
@@ -204,7 +204,7 @@ class HostPipeline(Pipeline):
         uploaded: Event = DONE
         for part, host in hosts.items():
             target = part.of(part.param.detach())
-            uploaded = self._runtime.copy(target, host, "up", (*job.ready,), f"{job.piece.name} parameters up")
+            uploaded = self._runtime.copy(target, host, "up", (job.ready,), f"{job.piece.name} parameters up")
             self._copies.written(part.param)
         self._uploaded[job.piece] = uploaded
         self._finish(job, uploaded)

@@ -44,8 +44,7 @@ class Job:
     Attributes:
         piece: what is updated; of it, only the slices whose parameters are in ``gradients``.
         gradients: by parameter.
-        ready: after these, one for each stream that gradients came on, they are complete on the device and nothing
-            queued reads the parameters.
+        ready: after it, the gradients are complete on the device and nothing queued reads the parameters.
         groups: hyperparameters.
         scale: 0-dim factor for the gradients, or None.
         read: after these, tensors among ``groups`` and ``scale`` that were brought to the host are there.
@@ -53,7 +52,7 @@ class Job:
 
     piece: Piece
     gradients: dict[nn.Parameter, Gradient]
-    ready: Sequence[Event]
+    ready: Event
     groups: Hyperparameters
     scale: Tensor | None
     read: Sequence[Event] = ()
@@ -61,9 +60,6 @@ class Job:
     def __post_init__(self) -> None:
         for gradient in self.gradients.values():
             gradient.users += 1
-
-    def is_ready(self) -> bool:
-        return all(event.is_done() for event in self.ready)
 
     def options(self) -> list[Tensor]:
         """The tensors that an update on the device reads beside parameters, gradients and states."""
@@ -118,7 +114,7 @@ class Jobs:
 
     def best(self) -> Job | None:
         """Of the jobs that are ready, the one needed first; else the one that will be ready first."""
-        while self._waiting and (self._waiting[0] not in self._all or self._waiting[0].is_ready()):
+        while self._waiting and (self._waiting[0] not in self._all or self._waiting[0].ready.is_done()):
             job = self._waiting.popleft()
             if job in self._all:
                 heapq.heappush(self._ready, (job.piece.rank, self._added, job))

@@ -255,11 +255,16 @@ class AcceleratorRuntime(_Threads):
         return _StreamEvent(stream)
 
     def stream(self) -> Hashable:
-        return torch.accelerator.current_stream(self._device)
+        # Each call makes another object for the same stream.
+        current = torch.accelerator.current_stream(self._device)
+        return current.stream_id, current.device_index, current.device_type
 
     def record(self, stream: Hashable = None) -> Event:
-        where: Any = self.stream() if stream is None else stream
-        return _StreamEvent(where)
+        if stream is None:
+            return _StreamEvent(torch.accelerator.current_stream(self._device))
+        made: Any = stream
+        stream_id, device_index, device_type = made
+        return _StreamEvent(torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
     def wait(self, event: Event) -> None:
         self._wait(torch.accelerator.current_stream(self._device), event)

@@ -207,8 +207,7 @@ class StreamPipeline(Pipeline):
         layout = self._states.layout(job.piece)
         from_host = self._bring_gradients(job, slot)
         with self._runtime.updating(f"{job.piece.name} update", on_default=self._on_default):
-            for ready in job.ready:
-                self._runtime.wait(ready)
+            self._runtime.wait(job.ready)
             self._runtime.wait(slot.filled)
             gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
             created: list[tuple[Tensor, Tensor]] = []

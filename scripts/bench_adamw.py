@@ -62,6 +62,7 @@ for folder in (ROOT / "scripts", ROOT):
         sys.path.insert(0, str(folder))  # a checkout need not be installed
 
 from gpu import machine  # noqa: E402
+from readme import write_table  # noqa: E402
 
 import hatch_build  # noqa: E402
 from offload.optim import AdamW, cpu  # noqa: E402
@@ -887,14 +888,6 @@ def readme_table(record: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def update_readme(record: dict[str, Any]) -> None:
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, "README.md has no place for the table"
-    readme.write_text(before + begin + readme_table(record) + end + after, encoding="utf-8")
-
-
 COLORS = {"offload": "tab:blue", "torch": "tab:orange", "DeepSpeedCPUAdam": "tab:green", "torchao": "tab:red"}
 
 
@@ -1002,7 +995,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, output.with_suffix(".png"))
     if output == RECORDED:
-        update_readme(record)
+        write_table(readme_table(record), BEGIN, END)
     print(table(record))
     return 0
 

@@ -29,7 +29,7 @@ import offload.optimizer
 from offload import OffloadOptimizer
 from offload.engine import units
 from offload.engine.runtime import DONE, Direction, Event, HostRuntime
-from offload.plan.replay import LLAMA2_7B as LOAD
+from offload.plan.workload import LLAMA2_7B as LOAD
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "scripts" / "results" / "engine_python.json"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from readme import write_table
 
 from offload.plan.replay import Result, replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
@@ -114,14 +115,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_into_readme(text: str) -> None:
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, "README.md has no place for the table"
-    readme.write_text(before + BEGIN + text + END + after, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readme", action="store_true", help="write the table into README")
@@ -132,7 +125,7 @@ def main() -> None:
     text = table(record)
     print(text)
     if arguments.readme:
-        write_into_readme(text)
+        write_table(text, BEGIN, END)
 
 
 if __name__ == "__main__":

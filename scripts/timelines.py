@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from readme import write_table
 
 from offload.plan.replay import Result, replay, replay_compute, replay_torchao
 from offload.plan.workload import LLAMA2_7B, MACHINES, Machine, Workload
@@ -126,14 +127,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_into_readme(text: str) -> None:
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, "README.md has no place for the table"
-    readme.write_text(before + BEGIN + text + END + after, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces")
@@ -143,7 +136,7 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     text = table(record)
     print(text)
-    write_into_readme(text)
+    write_table(text, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from readme import write_table
+
 from gpu.machine import ROOT
 from gpu.measure import GIB
 from gpu.parts import HEADLINE, LOCKING
@@ -209,13 +211,5 @@ def _recipes(content: dict[str, Any]) -> str:
 
 
 def write_into(readme: Path, content: dict[str, Any]) -> None:
-    """Replace what is between the markers.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{readme} has no place for the table: put {BEGIN.strip()} and {END} on lines of their own")
-    readme.write_text(before + BEGIN + report(content) + end + after, encoding="utf-8")
+    """Replace what is between the markers; ValueError where they are not."""
+    write_table(report(content), BEGIN, END, readme)

@@ -167,6 +167,40 @@ def test_a_budget_that_is_none_is_refused(value: Any) -> None:
         OffloadOptimizer(Layers().parameters(), in_flight_gib=value)
 
 
+class Uploads(SimulatedAccelerator):
+    """Notes how many pieces' states are on their way up at a time."""
+
+    most = 0
+
+    def copy(self, dst: Tensor, src: Tensor, direction: Any, after: Any = (), name: str = "") -> Any:
+        event: Any = super().copy(dst, src, direction, after, name)
+        if name.endswith("states up"):
+            under_way: list[tuple[str, Any]] = getattr(self, "under_way", [])
+            now = self._threads.current().now
+            self.under_way = [*((piece, e) for piece, e in under_way if e.end > now), (name, event)]
+            self.most = max(self.most, len({piece for piece, _ in self.under_way}))
+        return event
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_which_piece_comes_up_next_is_decided_when_the_link_is_free(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued all at once, pieces would come up in the order of arrival."""
+    with Uploads(Rates(up=1e6, down=1e6, device=1e9, host=1e9), order="time") as simulator:
+        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        model = Layers()
+        optimizer = OffloadOptimizer(
+            model.named_parameters(), strategy="stream", update_in_backward=in_backward, model=model
+        )
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+    assert simulator.most == 2
+
+
 class Fails(torch.optim.SGD):
     per_parameter = True
     broken = True

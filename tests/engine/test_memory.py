@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -84,6 +86,72 @@ def test_more_than_a_slab_is_spread_over_slabs(monkeypatch: pytest.MonkeyPatch) 
     for index, tensor in enumerate(tensors):
         tensor.fill_(index)
     assert [tensor.unique().item() for tensor in tensors] == [0, 1, 2, 3]
+
+
+class Slow(Pinning):
+    """Other threads than the caller's take their time, and are told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caller = threading.current_thread()
+        self.others = 0
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def empty_pinned(self, nbytes: int) -> Tensor:
+        if threading.current_thread() is self.caller:
+            self.begun.wait(30)
+            self.may_end.set()
+        else:
+            self.others += 1
+            self.begun.set()
+            self.may_end.wait(30)
+            time.sleep(0.1)
+        return super().empty_pinned(nbytes)
+
+
+def test_many_slabs_are_page_locked_in_parallel_and_filled_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLAB_BYTES", 1024)
+    monkeypatch.setattr(memory.os, "cpu_count", lambda: 4)
+    runtime = Slow()
+    host = HostMemory(runtime)
+    groups = [like(40, 60), like(100, 100), like(200), like(7)]
+    placed = host.allocate_all(groups, "optimizer_state")
+    assert runtime.others > 0
+    assert [[tensor.shape for tensor in group] for group in placed] == [[t.shape for t in group] for group in groups]
+    tensors = [tensor for group in placed for tensor in group]
+    for index, tensor in enumerate(tensors):
+        tensor.fill_(index)
+    assert [tensor.unique().item() for tensor in tensors] == list(range(len(tensors)))
+    # 192 + 256 + 448 bytes fill a slab of 1024 to 896; the next tensor begins another, and so does 832.
+    assert runtime.slabs == [1024, 1024, 1024]
+    assert host.report() == {"pinned_host": {"optimizer_state": 3 * 1024}}
+
+
+def test_tensors_of_a_group_lie_side_by_side_but_at_a_slabs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLAB_BYTES", 1024)
+    (first, second, third), (fourth,) = HostMemory(Pinning()).allocate_all([like(16, 16, 240), like(16)], "parameters")
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert third.data_ptr() - second.data_ptr() != 64 and fourth.data_ptr() - third.data_ptr() == 960
+
+
+def test_slabs_that_cannot_be_page_locked_are_pageable_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLAB_BYTES", 1024)
+    host = HostMemory(Pinning(limit=1024))
+    with pytest.warns(UserWarning, match="page-locking") as warned:
+        placed = host.allocate_all([like(256), like(256), like(256)], "parameters")
+    assert len(warned) == 1
+    for index, (tensor,) in enumerate(placed):
+        tensor.fill_(index)
+    assert [tensor.unique().item() for (tensor,) in placed] == [0, 1, 2]
+    assert host.report() == {"pinned_host": {"parameters": 1024}, "host": {"parameters": 2048}}
+
+
+def test_long_page_locking_is_told_about(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(memory, "TOLD_FROM", 1024)
+    HostMemory(Pinning()).allocate_all([like(100)], "parameters")
+    assert "page-locking" not in capsys.readouterr().err
+    HostMemory(Pinning()).allocate_all([like(256)], "parameters")
+    assert "page-locking 0.0 GiB of host memory" in capsys.readouterr().err
 
 
 def test_pageable_memory_is_counted_apart() -> None:

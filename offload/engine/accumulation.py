@@ -86,10 +86,8 @@ class HostGradients(Worker):
         if (sums or casts) and largest > self._slot_bytes:
             slots = [torch.empty(largest, dtype=torch.uint8, device="meta")] * SLOTS
             with self._signal:
-                while self._additions and self._error is None:
-                    self._signal.wait()
                 self._slots = deque(self._memory.allocate(slots, "staging"))
-            self._slot_bytes = largest
+                self._slot_bytes = largest
 
     def take(self, param: nn.Parameter, gradient: Tensor, *, measure: bool = False) -> None:
         """Queue the copy of a gradient to its host buffer, and let go of it on the device."""
@@ -186,6 +184,7 @@ class HostGradients(Worker):
                 self._norms[addition.param] = norm
             self._additions.popleft()
             self._pending[addition.param] -= 1
-            self._slots.append(addition.slot)
+            if addition.slot.numel() == self._slot_bytes:  # else larger ones have taken its place
+                self._slots.append(addition.slot)
             self._signal.notify_all()
         return True

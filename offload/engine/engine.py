@@ -184,9 +184,8 @@ class Engine:
             self.gradients.close()
         if self._worker is not None:
             self._worker.close()
-        # Buffers and host memory go with this object: nothing may use them any more.
+        # Buffers, host memory and what is held in flight go with this object: nothing may use them any more.
         self._runtime.drain()
-        self._in_flight.drain()
 
     # Backward
 

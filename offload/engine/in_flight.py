@@ -89,14 +89,6 @@ class InFlight:
             for gradient in [g for g in self._counted if g not in self._submitted and g not in leaving]:
                 self._bytes -= self._counted.pop(gradient)
 
-    def drain(self) -> None:
-        """Block the thread until everything that was released is done."""
-        with self._signal:
-            leaving = [event for event, _ in self._leaving]
-        for event in leaving:
-            event.synchronize()
-        self.collect()
-
     def give_up(self) -> None:
         """Nothing that was submitted will be released: wake whoever waits for it."""
         with self._signal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadOptimizer
+from offload.engine import norms
 from offload.engine.engine import refuse_graphs
 from offload.engine.in_flight import InFlight
 from offload.engine.runtime import DONE, HostRuntime
@@ -199,6 +201,37 @@ def test_which_piece_comes_up_next_is_decided_when_the_link_is_free(
             optimizer.zero_grad()
         optimizer.synchronize()
     assert simulator.most == 2
+
+
+@pytest.mark.parametrize("strategy", ["stream", "host"])
+def test_norms_of_sums_on_the_host_are_taken_behind_the_last_addition(
+    strategy: Any, simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside backward, by the thread that adds, and not once more by the caller."""
+    model = Layers()
+    optimizer = OffloadOptimizer(
+        model.named_parameters(), "torch.optim.SGD", strategy=strategy, offload_gradients=True, model=model, lr=1e-2
+    )
+    with optimizer.accumulate():
+        model(torch.ones(2, 64)).sum().backward()
+    model(torch.ones(2, 64)).sum().backward()
+    computed: list[int] = []
+    original = norms.tensor_norms
+
+    def tensor_norms(gradients: Any, norm_type: float = 2.0) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            computed.append(len(gradients))
+        return original(gradients, norm_type)
+
+    monkeypatch.setattr(norms, "tensor_norms", tensor_norms)
+    norm = optimizer.grad_norm()
+    assert sum(computed) == 0
+    twin = Layers()
+    twin.load_state_dict(model.state_dict())
+    for _ in range(2):
+        twin(torch.ones(2, 64)).sum().backward()
+    assert torch.equal(norm, torch.nn.utils.get_total_norm([param.grad for param in twin.parameters()]))
+    optimizer.step()
 
 
 class Fails(torch.optim.SGD):

@@ -311,7 +311,9 @@ class SimulatedAccelerator:
 
     def finish(self) -> float:
         """Run everything that is queued; the time when all streams are done, which the calling thread waits for."""
-        self._streams.drain_all(self._threads.point())
+        thread = self._threads.point()
+        self._check_copies()
+        self._streams.drain_all(thread)
         return self._streams.end
 
     # ---- torch operations

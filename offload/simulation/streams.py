@@ -182,8 +182,6 @@ class Streams:
             self.drain(thread, stream)
 
     def synchronize(self, point: Point) -> None:
-        if self._threads.are_left:
-            return
         thread = self._threads.point()
         is_over = point.end <= thread.now if self._threads.order in ("time", "early") else point.done
         if not is_over:
@@ -192,8 +190,6 @@ class Streams:
         self._threads.switch(thread)
 
     def is_done(self, point: Point) -> bool:
-        if self._threads.are_left:
-            return True
         thread = self._threads.point()
         done = self.is_passed(point, thread)
         if done:

@@ -244,12 +244,13 @@ class TestRaces:
     def test_operations_in_backward(self, sim: SimulatedAccelerator) -> None:
         weight = torch.nn.Parameter(on_device(sim).fill_(1.0))
         loss = (weight * weight).sum()
-        sim.copy(weight, pinned(sim).fill_(0.0), "up", [sim.record()])
+        host = pinned(sim).fill_(0.0)
+        sim.copy(weight, host, "up", [sim.record()])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         sim.finish()
         loss = (weight * weight).sum()
-        sim.copy(weight.data, pinned(sim).fill_(0.0), "up", [sim.record()])
+        sim.copy(weight.data, host, "up", [sim.record()])
         with pytest.raises(RaceError, match="mul on compute reads"):
             loss.backward()
 
@@ -422,9 +423,9 @@ class TestLateExecution:
         assert host.item() == 1.0
 
     def test_autograd_sees_the_write_when_it_is_queued(self, sim: SimulatedAccelerator) -> None:
-        device = torch.zeros(FLOATS)
+        device, host = torch.zeros(FLOATS), pinned(sim)
         before = device._version
-        sim.copy(device, pinned(sim), "up", [sim.record()])
+        sim.copy(device, host, "up", [sim.record()])
         assert device._version == before + 1
         sim.finish()
         assert device._version == before + 1
@@ -883,7 +884,8 @@ class TestTime:
         sim.start(increment(host), "worker").join()
         with sim.updating():
             on_device(sim).fill_(1.0)
-        sim.copy(on_device(sim), host, "up", name="layers.0: up")
+        target = on_device(sim)
+        sim.copy(target, host, "up", name="layers.0: up")
         assert sim.finish() == 0.0
         assert [span.name for span in sim.trace] == ["layers.0: up"]
 

@@ -47,6 +47,11 @@ PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.
 update them one by one. Another class says so by an attribute ``per_parameter = True``; without it, it is stepped once
 with everything."""
 
+FORESEEABLE_PACKAGES = (*PER_PARAMETER_PACKAGES, "offload.optim.")
+"""Packages whose optimizers may be tried on a small parameter, to see what states they keep before the first step.
+Another class says so by an attribute ``foreseeable = True``; without it, host memory for its states is page-locked when
+its first updates make them."""
+
 DEFAULT_STREAM_PACKAGES = ("bitsandbytes.",)
 """Packages whose kernels run on the device's default stream, whichever stream is current. Another class says so by an
 attribute ``launches_on_default_stream = True``."""
@@ -110,7 +115,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). Where the work is offloaded,
             ``fused=True`` is chosen if the base optimizer has it and the caller chose no implementation.
 
-    Host memory is page-locked when the optimizer is built, with what its states will need.
+    Host memory is page-locked when the optimizer is built, with what its states will need
+    (:data:`FORESEEABLE_PACKAGES`).
 
     Raises:
         UserError: for a class that cannot be found, an unknown strategy, or a combination that has no meaning.
@@ -176,7 +182,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._placement = placement if strategy == "stream" and not is_immediate else None
         self._base_kwargs = base_kwargs
         self._forecasts: list[Forecast | None] = []
-        if strategy == "stream":
+        is_foreseeable = f"{base_class.__module__}.".startswith(FORESEEABLE_PACKAGES) or bool(
+            getattr(base_class, "foreseeable", False)
+        )
+        if strategy == "stream" and (is_foreseeable or offload_states != ".*"):
             self._foresee(base_class, groups)
             if offload_states != ".*":
                 _check_patterns(placement, self._forecasts, groups, self._paths)
@@ -317,7 +326,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _forms(self, part: Slice) -> list[Form]:
         """The states that a parameter will have, as far as they are known."""
-        foreseen = self._forecasts[part.group]
+        foreseen = self._forecasts[part.group] if self._forecasts else None
         return [] if foreseen is None else foreseen.get(kind_of(part.param), [])
 
     def _add_units(self, groups: list[dict[str, Any]], first: int = 0) -> None:

@@ -93,6 +93,26 @@ def test_the_small_step_is_nobodys_business() -> None:
     assert not heard and torch.equal(before, torch.get_rng_state())
 
 
+class Other(torch.optim.SGD):
+    per_parameter = True
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Other.steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("foreseeable", [False, True])
+def test_optimizers_from_elsewhere_are_tried_only_if_they_say_so(
+    foreseeable: bool, simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may do anything: wait for other processes, write a file."""
+    monkeypatch.setattr(Other, "foreseeable", foreseeable, raising=False)
+    monkeypatch.setattr(Other, "steps", 0)
+    OffloadOptimizer(nn.Linear(2, 2).named_parameters(), Other, strategy="stream", lr=0.1, momentum=0.9)
+    assert (Other.steps > 0) is foreseeable
+
+
 class Pins(SimulatedAccelerator):
     """Notes what is page-locked."""
 

@@ -693,7 +693,6 @@ NEXT_CALLS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "state": lambda model, optimizer: optimizer.state,
     "forward": lambda model, optimizer: loss_of(model, 0),
     "model.state_dict": lambda model, optimizer: model.state_dict(),
-    "memory_report": lambda model, optimizer: optimizer.memory_report(),  # type: ignore[attr-defined]
     "sync_from_model": lambda model, optimizer: optimizer.sync_from_model(),  # type: ignore[attr-defined]
     "load_state_dict": lambda model, optimizer: optimizer.load_state_dict(
         torch.optim.SGD(model.parameters()).state_dict()
@@ -764,7 +763,7 @@ def test_an_error_while_gradients_are_summed_on_the_host(
 ) -> None:
     """The accumulating thread's errors surface too; nobody waits for it for ever."""
     monkeypatch.setattr(
-        "offload.engine.accumulation.HostGradients._add_one",
+        "offload.engine.accumulation.HostGradients._work_once",
         lambda self: (_ for _ in ()).throw(ValueError("no memory")),
     )
     with machine_of(kind, request):

@@ -390,10 +390,11 @@ class States:
         for piece in pieces:
             missing: list[tuple[Slice, str, Tensor]] = []
             for part in piece.slices:
-                if self._resting(part.param) not in self._base.state:
-                    continue
                 before = previous.get(self._resting(part.param), {})
-                state = self._state(part.param)
+                state = self._base.state.get(self._resting(part.param), {})
+                for key, value in before.items():
+                    if key not in state and self._rests_on_host(key, value, part.name):
+                        self._planned[part.param, key] = components(value)  # until it is made again
                 whole = replace(part, start=0, stop=part.param.numel())
                 for key, value in list(state.items()):
                     if (part.param, key) in seen or not isinstance(value, Tensor):

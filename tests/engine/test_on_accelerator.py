@@ -226,6 +226,7 @@ def test_nothing_is_allocated_in_steady_state(place: Place, options: dict[str, A
 
     def held() -> Any:
         report = optimizer.memory_report()
+        report.get("device", {}).pop("gradients", None)  # the most that there were, which depends on the threads
         place.finish()
         return report, torch.accelerator.memory_allocated() if place.is_real else 0
 

@@ -325,11 +325,11 @@ def test_resume_after_sigterm_equals_an_uninterrupted_run(
     steps = []
     forward_backward = module.forward_backward
 
-    def interrupted(*args: Any) -> Tensor:
+    def interrupted(*args: Any, **options: Any) -> Tensor:
         steps.append(None)
         if len(steps) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
-        return forward_backward(*args)
+        return forward_backward(*args, **options)
 
     monkeypatch.setattr(module, "forward_backward", interrupted)
     killed = run(tmp_path / "killed", *kind, *DROPOUT, only_adapter)

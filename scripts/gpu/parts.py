@@ -109,6 +109,7 @@ def part_b(size: Size) -> list[Item]:
         HEADLINE,
         "packed",
         "adamw",
+        "packed-stream-in-backward-8-gib-in-flight+model",
         "packed-host-in-backward+model",
         "packed-stream-offload-gradients+model",
         "torchao-offload-gradients",
@@ -127,6 +128,7 @@ def part_c(size: Size) -> list[Item]:
     return [
         CaseItem(HEADLINE, size.held, memory_gib=16),
         CaseItem(HEADLINE, size.held, memory_gib=24),
+        CaseItem("packed-stream-in-backward-128-mib-in-flight+model", size.held, memory_gib=16),
         CaseItem("none", size.held),
         MachineItem("rates"),
         CaseItem("packed-stream-offload-gradients+model", size.held, memory_gib=16),

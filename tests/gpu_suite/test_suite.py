@@ -112,6 +112,7 @@ def test_part_b_compares_every_way_on_the_whole_card(children: Children, output:
     assert set(ran[2:-1]) == {
         "packed",
         "adamw",
+        "packed-stream-in-backward-8-gib-in-flight+model",
         "packed-host-in-backward+model",
         "packed-stream-offload-gradients+model",
         "torchao-offload-gradients",
@@ -129,7 +130,9 @@ def test_part_c_holds_the_headline_to_smaller_cards_first(
 ) -> None:
     code, content = run(output, "--part", "c")
     assert code == 0
-    assert children.cases[:3] == [(HEADLINE, 16, [16, 32]), (HEADLINE, 24, [16, 32]), ("none", None, [16, 32])]
+    small = "packed-stream-in-backward-128-mib-in-flight+model"
+    assert children.cases[:3] == [(HEADLINE, 16, [16, 32]), (HEADLINE, 24, [16, 32]), (small, 16, [16, 32])]
+    assert children.cases[3] == ("none", None, [16, 32])
     assert no_recipes == ["full-7b", "lora-7b"] and [r["name"] for r in content["recipes"]] == no_recipes
     allocators = {job.allocator for job in children.jobs if job.case == HEADLINE}
     assert allocators == {"", "expandable_segments:True"}

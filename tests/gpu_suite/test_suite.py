@@ -192,7 +192,7 @@ def test_a_part_can_be_rehearsed(part: str, output: Path) -> None:
     statuses = {result["status"] for result in content["results"]}
     assert statuses <= {"ok", "needs a GPU"}
     assert all(entry["status"] == "ok" and entry["wandb_files"] for entry in content["recipes"])
-    assert {"a": 0, "b": 16, "c": 14}[part] == len(content["results"])
+    assert {"a": 0, "b": 18, "c": 16}[part] == len(content["results"])
     for result in content["results"]:
         assert result.get("same_losses", {"equal": True})["equal"], result["case"]
     if part == "a":

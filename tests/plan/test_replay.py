@@ -132,7 +132,8 @@ def test_recorded_schedules_are_close_to_what_the_machine_can_do(record: Any) ->
             assert row["step_ms"] <= limit * row["bound_ms"], row
 
 
-def test_one_recorded_row_is_what_the_engine_does_now(record: Any) -> None:
+def test_one_recorded_row_is_what_the_engine_does_now(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # pieces as they are
     load = timelines.dataclasses.replace(timelines.LLAMA2_7B, tokens=4096)
     name = "`stream`, in backward"
     result = timelines.SCHEDULES[name](timelines.MACHINES["h200"], load)

@@ -346,17 +346,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _piece_limit(self) -> int | None:
         """Elements of a piece whose states fit a slot of the staging ring; None where that is not known."""
-        forms = [form for foreseen in self._forecasts if foreseen for forms in foreseen.values() for form in forms]
-        if not forms or self._placement is None:
-            return None
-        of_kind: list[float] = [
+        densities = [
             sum(component.density for form in forms for component in form.components)
             for foreseen in self._forecasts
-            if foreseen
-            for forms in foreseen.values()
+            for forms in (foreseen or {}).values()
         ]
+        if not any(densities) or self._placement is None:
+            return None
         slot = STAGING_SHARE * self._in_flight_bytes / SLOTS
-        return max(1, int(slot / max(*of_kind, 1e-3)))
+        return max(1, int(slot / max(densities)))
 
     def _reserve(self, units: list[Unit]) -> None:
         """Make the buffers that updates need: page-locking takes seconds, and would hold up backward."""

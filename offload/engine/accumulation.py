@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload.engine.gradients import TakenGradient
 from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, carve
-from offload.engine.norms import tensor_norm
+from offload.engine.norms import tensor_norms
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.worker import Worker
 
@@ -178,7 +178,7 @@ class HostGradients(Worker):
             addition.buffer.copy_(addition.addend)
         else:
             addition.buffer.add_(addition.addend)
-        norm = tensor_norm(addition.buffer, 2.0) if addition.measure else None
+        norm = tensor_norms([addition.buffer])[0] if addition.measure else None
         with self._signal:
             if norm is not None:
                 self._norms[addition.param] = norm

@@ -52,14 +52,14 @@ class _Progress:
     Attributes:
         expected: parameters of each piece that had a gradient in the last step.
         arrived: those whose gradients are final in this one.
-        streams: those that the gradients came on, by piece; a dict for its order.
+        streams: those that the gradients came on, by piece.
         order: pieces in the order in which they became complete; a dict for its order and its speed.
         submitted: parameters whose update was submitted in backward.
     """
 
     expected: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
     arrived: dict[Piece, set[nn.Parameter]] = field(default_factory=dict)
-    streams: dict[Piece, dict[Hashable, None]] = field(default_factory=dict)
+    streams: dict[Piece, set[Hashable]] = field(default_factory=dict)
     order: dict[Piece, None] = field(default_factory=dict)
     submitted: set[nn.Parameter] = field(default_factory=set)
 
@@ -264,7 +264,7 @@ class Engine:
         stream = self._runtime.stream()
         for piece in self._pieces[param]:
             arrived = self._progress.arrived.setdefault(piece, set())
-            self._progress.streams.setdefault(piece, {})[stream] = None
+            self._progress.streams.setdefault(piece, set()).add(stream)
             was_complete = piece in self._progress.order
             arrived.add(param)
             if not was_complete and arrived >= self._progress.expected[piece]:

@@ -27,11 +27,6 @@ def tensor_norms(gradients: Sequence[Tensor], norm_type: float = 2.0) -> list[Te
     return [norms[index] for index in range(len(gradients))]
 
 
-def tensor_norm(gradient: Tensor, norm_type: float) -> Tensor:
-    """Norm of one gradient, as :func:`tensor_norms`."""
-    return tensor_norms([gradient], norm_type)[0]
-
-
 def total_norm(norms: list[Tensor], norm_type: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Norm of the concatenation of all gradients from their single norms, as torch.nn.utils.get_total_norm.
 

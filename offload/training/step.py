@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from offload.engine.norms import tensor_norm, total_norm
+from offload.engine.norms import tensor_norms, total_norm
 from offload.errors import UserError
 from offload.training.config import instantiate
 from offload.training.data import Batch
@@ -75,7 +75,7 @@ def clip_gradients(
     if hasattr(optimizer, "grad_norm"):
         return optimizer.grad_norm()
     with torch.no_grad():
-        norms = [tensor_norm(p.grad, 2.0) for p in params if p.grad is not None]
+        norms = tensor_norms([p.grad for p in params if p.grad is not None])
     return total_norm(norms, 2.0) if norms else None
 
 

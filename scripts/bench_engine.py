@@ -107,7 +107,6 @@ def measure(base: str, **schedule: Any) -> dict[str, Any]:
             engine.wait(unit)
         optimizer.zero_grad()
         ended = time.thread_time()
-        optimizer.synchronize()
         if step >= WARM_UP:
             seconds["caller"].append(ended - began[0])
             seconds["worker"].append(worker_time() - began[1])

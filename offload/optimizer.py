@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import logging
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from offload.component import resolve
+from offload.base_class import (
+    base_class_of,
+    is_elementwise,
+    is_foreseeable,
+    is_per_parameter,
+    launches_on_default_stream,
+    with_fused,
+)
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import PartialStep, step_alone
 from offload.engine.engine import Engine, Schedule
@@ -31,45 +35,16 @@ from offload.engine.states import States, state_blocks
 from offload.engine.stream import SLOTS, StreamPipeline
 from offload.engine.units import Slice, Unit, build_units, clean_name, components
 from offload.errors import UserError
+from offload.groups import as_groups, tensors_of
+from offload.loading import check_shapes, load, set_params
 from offload.optim import unpacked
-
-log = logging.getLogger(__name__)
-
-STRATEGIES = ("host", "stream", "resident")
+from offload.refusals import ACCUMULATION_DTYPES, check_base, check_choices, check_patterns
+from offload.state_view import StateView
 
 GIB = 2**30
 
 STAGING_SHARE = 0.6
 """Of ``in_flight_gib``, at most this much goes to the staging ring of ``stream``; the rest is for gradients."""
-
-PER_PARAMETER_PACKAGES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
-"""Packages whose optimizers update each parameter from its own gradient and state alone, so that the engine may
-update them one by one. Another class says so by an attribute ``per_parameter = True``; without it, it is stepped once
-with everything."""
-
-FORESEEABLE_PACKAGES = (*PER_PARAMETER_PACKAGES, "offload.optim.")
-"""Packages whose optimizers may be tried on a small parameter, to see what states they keep before the first step.
-Another class says so by an attribute ``foreseeable = True``; without it, host memory for its states is page-locked when
-its first updates make them."""
-
-DEFAULT_STREAM_PACKAGES = ("bitsandbytes.",)
-"""Packages whose kernels run on the device's default stream, whichever stream is current. Another class says so by an
-attribute ``launches_on_default_stream = True``."""
-
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""Optimizers that treat each element alone, so that a large tensor may be updated in ranges. Another class says so by
-an attribute ``elementwise = True``."""
-
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose ``fused=True`` makes one pass over memory instead of one per operation, on the CPU too."""
-
-FUSED_IN_FP32_ONLY = (torch.optim.SGD,)
-"""Of them, those whose CPU kernel is wrong for 16-bit parameters: torch 2.13's SGD reads momentum that nobody wrote."""
-
-ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -116,7 +91,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ``fused=True`` is chosen if the base optimizer has it and the caller chose no implementation.
 
     Host memory is page-locked when the optimizer is built, with what its states will need
-    (:data:`FORESEEABLE_PACKAGES`).
+    (:data:`offload.base_class.FORESEEABLE_PACKAGES`).
 
     Raises:
         UserError: for a class that cannot be found, an unknown strategy, or a combination that has no meaning.
@@ -152,18 +127,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         groups = as_groups(params)
         self.strategy = strategy
         self.update_in_backward = update_in_backward
-        self._is_per_parameter = f"{base_class.__module__}.".startswith(PER_PARAMETER_PACKAGES) or bool(
-            getattr(base_class, "per_parameter", False)
-        )
-        self._can_cut = base_class in ELEMENTWISE or bool(getattr(base_class, "elementwise", False))
-        _check_choices(
+        self._is_per_parameter = is_per_parameter(base_class)
+        self._can_cut = is_elementwise(base_class)
+        check_choices(
             strategy,
             offload_gradients=offload_gradients,
             accumulation_dtype=accumulation_dtype,
             is_default_placement=offload_states == ".*",
             in_flight_gib=in_flight_gib,
         )
-        self._refuse_base(base_class, base_kwargs)
+        check_base(base_class, base_kwargs, strategy=strategy, update_in_backward=update_in_backward)
         placement = Placement(offload_states)
 
         self._model_names = {param: name for name, param in model.named_parameters()} if model is not None else {}
@@ -178,17 +151,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._in_flight = InFlight(runtime, self._in_flight_bytes)
         self._copies = HostCopies(self._memory, self._names) if strategy == "host" and not is_immediate else None
         if strategy != "resident":
-            base_kwargs = _with_fused(base_class, groups, base_kwargs)
+            base_kwargs = with_fused(base_class, groups, base_kwargs)
         self._placement = placement if strategy == "stream" and not is_immediate else None
         self._base_kwargs = base_kwargs
         self._forecasts: list[Forecast | None] = []
-        is_foreseeable = f"{base_class.__module__}.".startswith(FORESEEABLE_PACKAGES) or bool(
-            getattr(base_class, "foreseeable", False)
-        )
-        if strategy == "stream" and (is_foreseeable or offload_states != ".*"):
+        if strategy == "stream" and (is_foreseeable(base_class) or offload_states != ".*"):
             self._foresee(base_class, groups)
             if offload_states != ".*":
-                _check_patterns(placement, self._forecasts, groups, self._paths)
+                check_patterns(placement, self._forecasts, groups, self._paths)
 
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         step = PartialStep(self.base_optimizer)
@@ -200,9 +170,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if self._copies is not None:
                 self._worker = HostPipeline(runtime, self._in_flight, step, self._states, self._copies, self._memory)
             else:
-                on_default = base_class.__module__.startswith(DEFAULT_STREAM_PACKAGES) or bool(
-                    getattr(base_class, "launches_on_default_stream", False)
-                )
+                on_default = launches_on_default_stream(base_class)
                 self._worker = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
         this = weakref.ref(self)
         self._engine = Engine(
@@ -255,32 +223,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # Construction
 
-    def _refuse_base(self, base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        is_paged = base_class.__name__.startswith("Paged") or kwargs.get("is_paged", False)
-        if is_paged and base_class.__module__.startswith("bitsandbytes.") and self.strategy != "resident":
-            plain = base_class.__name__.removeprefix("Paged")
-            raise UserError(
-                f"optimizer.optimizer_class: bitsandbytes.optim.{base_class.__name__} pages its states by itself; "
-                f"with strategy={self.strategy} use bitsandbytes.optim.{plain} without is_paged, or select the paged "
-                f"one alone by optimizer=bitsandbytes.optim.{base_class.__name__}"
-            )
-        if issubclass(base_class, torch.optim.LBFGS) and (self.strategy != "resident" or self.update_in_backward):
-            raise UserError(
-                "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which only "
-                "strategy=resident with update_in_backward=False can do"
-            )
-        if not self._is_per_parameter and (self.strategy == "stream" or self.update_in_backward):
-            setting = "strategy=stream" if self.strategy == "stream" else "update_in_backward=True"
-            raise UserError(
-                f"optimizer.optimizer_class: {base_class.__module__}.{base_class.__qualname__} is not known to update "
-                f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "
-                "per_parameter = True, else use strategy=host with update_in_backward=False"
-            )
-
     def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
         if self.strategy == "resident":
             return HostRuntime()
-        devices = {param.device for param in _tensors(groups)}
+        devices = {param.device for param in tensors_of(groups)}
         if len(devices) != 1:
             raise UserError(
                 f"strategy={self.strategy} needs all parameters on one device, got {sorted(map(str, devices))}; build "
@@ -297,7 +243,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         resting = []
         for group in groups:
             if self._copies is not None:
-                self._copies.add(_tensors([group]))
+                self._copies.add(tensors_of([group]))
             entries = [
                 (entry[0], self._resting(entry[1])) if isinstance(entry, tuple) else self._resting(entry)
                 for entry in group["params"]
@@ -322,7 +268,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Find out which states the parameters of more groups will have."""
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self._forecasts.append(forecast(base_class, self._base_kwargs, _tensors([group]), options))
+            self._forecasts.append(forecast(base_class, self._base_kwargs, tensors_of([group]), options))
 
     def _forms(self, part: Slice) -> list[Form]:
         """The states that a parameter will have, as far as they are known."""
@@ -415,7 +361,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._states.publish()
         if self._copies is None:
             return self.base_optimizer.state
-        return _StateView(self.base_optimizer, self._copies)
+        return StateView(self.base_optimizer, self._copies)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -432,7 +378,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state_dict = self.base_optimizer.state_dict()
         if self._placement is not None:
             ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-            names = {index: self._paths[p] for index, p in zip(ids, _tensors(self.param_groups), strict=True)}
+            names = {index: self._paths[p] for index, p in zip(ids, tensors_of(self.param_groups), strict=True)}
             state_dict["state"] = self._states.for_saving(state_dict["state"], names)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
@@ -458,89 +404,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         if not self.owns_loaded_states:
-            state_dict = unpacked(state_dict, _tensors(self.param_groups))
-        self._check_shapes(state_dict)
+            state_dict = unpacked(state_dict, tensors_of(self.param_groups))
+        check_shapes(self.base_optimizer, state_dict, self._name_of)
         self.synchronize()
         previous = self.base_optimizer.state
-        if self.owns_loaded_states:
-            states_on = {} if self._placement is None else {"states_on": torch.device("cpu")}
-            self.base_optimizer.load_state_dict(state_dict, **states_on)
-        else:
-            with self._loading_on_host():
-                self.base_optimizer.load_state_dict(state_dict)
-            self._own_states(state_dict)
+        load(self.base_optimizer, state_dict, on_host=self._placement is not None)
         if self._placement is not None:
-            self._states.adopt(self._engine.pieces, previous, _tensors(self.param_groups)[0].device)
+            self._states.adopt(self._engine.pieces, previous, tensors_of(self.param_groups)[0].device)
         else:
             self._states.forget()
         self._pull_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @contextmanager
-    def _loading_on_host(self) -> Iterator[None]:
-        """Inside, the base optimizer takes its parameters to be on the host, so that it leaves loaded states there."""
-        if self._placement is None:
-            yield
-            return
-        base = self.base_optimizer
-        params = [group["params"] for group in base.param_groups]
-        stand_ins = [
-            [nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape), requires_grad=False) for p in members]
-            for members in params
-        ]
-        self._set_base_params(stand_ins)
-        try:
-            yield
-        finally:
-            self._set_base_params(params)
-        # Only after loading: where that failed, the state is still the one before.
-        real: dict[Any, nn.Parameter] = {
-            s: p for ours, theirs in zip(stand_ins, params, strict=True) for s, p in zip(ours, theirs, strict=True)
-        }
-        states: dict[Any, Any] = {real.get(key, key): state for key, state in base.state.items()}
-        base.state = defaultdict(dict, states)
-
-    def _set_base_params(self, params: list[list[nn.Parameter]]) -> None:
-        for group, members in zip(self.base_optimizer.param_groups, params, strict=True):
-            group["params"] = members
-
-    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """``(resting parameter, its saved state)``: states are saved by position over all groups."""
-        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        resting = [param for group in self.base_optimizer.param_groups for param in group["params"]]
-        for index, param in zip(ids, resting, strict=True):
-            if index in state_dict["state"]:
-                yield param, state_dict["state"][index]
-
-    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group["params"]) for group in self.base_optimizer.param_groups]
-        if sizes != expected:
-            raise ValueError(
-                f"the state to load has {len(sizes)} parameter groups of sizes {sizes}, this optimizer has "
-                f"{len(expected)} of sizes {expected}; build it over the same parameters in the same order"
-            )
-        for param, state in self._saved_states(state_dict):
-            moment = state.get("exp_avg", state.get("momentum_buffer"))
-            if isinstance(moment, Tensor) and moment.numel() != param.numel():
-                device_param = param if self._copies is None else self._copies.device(param)
-                raise ValueError(
-                    f"the state to load for {self._names[device_param]} has shape {tuple(moment.shape)}, "
-                    f"expected {tuple(param.shape)}: it was saved for other parameters or in another order"
-                )
-
-    def _own_states(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's cast of floating-point states to the parameter's dtype, and its sharing of storage
-        with the loaded dict, which may be another optimizer's live state or a memory-mapped file."""
-        for param, saved in self._saved_states(state_dict):
-            loaded = self.base_optimizer.state[param]
-            for key, value in saved.items():
-                mine = loaded.get(key)
-                if type(value) is not Tensor or not isinstance(mine, Tensor):
-                    continue
-                if mine.dtype != value.dtype or mine.data_ptr() == value.data_ptr():
-                    loaded[key] = value.to(mine.device, copy=True)
+    def _name_of(self, resting: nn.Parameter) -> str:
+        return self._names[resting if self._copies is None else self._copies.device(resting)]
 
     # Gradients
 
@@ -569,7 +447,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _norms(self, norm_type: float) -> list[Tensor]:
         with torch.no_grad():
-            return self._engine.gradient_norms(_tensors(self.param_groups), norm_type)
+            return self._engine.gradient_norms(tensors_of(self.param_groups), norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
@@ -605,7 +483,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) every gradient, on the device and on the host."""
-        self._engine.zero_grad(_tensors(self.param_groups), set_to_none)
+        self._engine.zero_grad(tensors_of(self.param_groups), set_to_none)
 
     # Update
 
@@ -648,10 +526,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _add_missing_copies(self, copies: HostCopies) -> None:
         """Give parameters that were frozen at construction their host copies."""
-        missing = [p for p in _tensors(self.param_groups) if p.grad is not None and copies.of(p) is p]
+        missing = [p for p in tensors_of(self.param_groups) if p.grad is not None and copies.of(p) is p]
         if missing:
             copies.add(missing)
-            self._set_base_params([[copies.of(p) for p in group["params"]] for group in self.param_groups])
+            set_params(self.base_optimizer, [[copies.of(p) for p in group["params"]] for group in self.param_groups])
 
     # Memory
 
@@ -689,87 +567,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {kind: purposes for kind, purposes in kept.items() if purposes}
 
 
-class _StateView(MutableMapping[Any, Any]):
-    """The base optimizer's state, looked up by the caller's parameters instead of their host copies."""
-
-    def __init__(self, base: torch.optim.Optimizer, copies: HostCopies) -> None:
-        self._base, self._copies = base, copies
-
-    def __getitem__(self, param: Any) -> Any:
-        return self._base.state[self._copies.of(param)]
-
-    def __setitem__(self, param: Any, value: Any) -> None:
-        self._base.state[self._copies.of(param)] = value
-
-    def __delitem__(self, param: Any) -> None:
-        del self._base.state[self._copies.of(param)]
-
-    def __contains__(self, param: object) -> bool:
-        return isinstance(param, nn.Parameter) and self._copies.of(param) in self._base.state
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._copies.device(host) for host in self._base.state)
-
-    def __len__(self) -> int:
-        return len(self._base.state)
-
-
-def base_class_of(optimizer_class: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer class that a dotted path or a class names; UserError where there is none."""
-    resolved = optimizer_class
-    if isinstance(optimizer_class, str):
-        resolved = resolve(optimizer_class, key="optimizer.optimizer_class")
-    if not (isinstance(resolved, type) and issubclass(resolved, torch.optim.Optimizer)):
-        raise UserError(
-            f"optimizer.optimizer_class: {optimizer_class!r} is not a torch.optim.Optimizer class; give the "
-            "dotted path of one, such as torch.optim.AdamW"
-        )
-    if issubclass(resolved, OffloadOptimizer):
-        raise UserError("optimizer.optimizer_class: OffloadOptimizer cannot offload itself; name the base optimizer")
-    return resolved
-
-
-def _check_choices(
-    strategy: str,
-    *,
-    offload_gradients: bool,
-    accumulation_dtype: str | None,
-    is_default_placement: bool,
-    in_flight_gib: float,
-) -> None:
-    if strategy not in STRATEGIES:
-        near = difflib.get_close_matches(str(strategy), STRATEGIES, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"optimizer.strategy: got {strategy!r}, expected one of {', '.join(STRATEGIES)}; did you mean {near}?"
-        )
-    if isinstance(in_flight_gib, bool) or not isinstance(in_flight_gib, (int, float)) or not in_flight_gib > 0:
-        raise UserError(
-            f"optimizer.in_flight_gib: got {in_flight_gib!r}, expected GiB of device memory above 0, such as 1.0; more "
-            "lets backward run further ahead of the updates"
-        )
-    if offload_gradients and strategy == "resident":
-        raise UserError(
-            "optimizer.offload_gradients: strategy=resident updates with the gradients on the device; set "
-            "offload_gradients=False, or strategy=stream or host"
-        )
-    if not is_default_placement and strategy != "stream":
-        rests = "all states rest on the device" if strategy == "resident" else "all states rest on the host"
-        raise UserError(
-            f"optimizer.offload_states: with strategy={strategy} {rests}; leave it out or set strategy=stream"
-        )
-    if accumulation_dtype is not None and accumulation_dtype not in ACCUMULATION_DTYPES:
-        near = difflib.get_close_matches(str(accumulation_dtype), ACCUMULATION_DTYPES, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"optimizer.accumulation_dtype: got {accumulation_dtype!r}, expected fp32, bf16 or null; did you mean "
-            f"{near}?"
-        )
-    if accumulation_dtype is not None and not offload_gradients:
-        raise UserError(
-            "optimizer.accumulation_dtype: is that of sums in host memory, which need offload_gradients=True; "
-            "gradients on the device are summed by autograd in their own dtype"
-        )
-
-
 def _itself(param: nn.Parameter) -> nn.Parameter:
     return param
 
@@ -778,53 +575,3 @@ def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
     optimizer = reference()
     assert optimizer is not None
     return optimizer
-
-
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameter groups with ``params`` as a list; entries may be ``(name, parameter)``."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or of groups, got a single Tensor")
-    entries = list(params)
-    if not entries:
-        raise ValueError("optimizer got an empty parameter list")
-    if not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    groups = []
-    for group in entries:
-        members = group["params"]
-        groups.append(dict(group, params=[members] if isinstance(members, Tensor) else list(members)))
-    return groups
-
-
-def _tensors(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    entries = [entry for group in groups for entry in group["params"]]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-
-
-def _check_patterns(
-    placement: Placement,
-    forecasts: list[Forecast | None],
-    groups: list[dict[str, Any]],
-    names: Mapping[Tensor, str],
-) -> None:
-    """Refuse patterns that match no state, where the states can be known; ``names`` are those in state paths."""
-    paths: list[str] = []
-    for foreseen, group in zip(forecasts, groups, strict=True):
-        if foreseen is None:
-            return
-        paths += [f"{form.key}/{names[param]}" for param in _tensors([group]) for form in foreseen[kind_of(param)]]
-    placement.check(paths)
-
-
-def _with_fused(
-    base_class: type[torch.optim.Optimizer], groups: list[dict[str, Any]], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    chosen = {"fused", "foreach", "capturable", "differentiable"}
-    groups_choose = any(chosen & group.keys() for group in groups)
-    floating = all(param.is_floating_point() for param in _tensors(groups))
-    if base_class in FUSED_IN_FP32_ONLY:
-        floating = all(param.dtype in (torch.float32, torch.float64) for param in _tensors(groups))
-    if base_class not in FUSED or chosen & kwargs.keys() or groups_choose or not floating:
-        return kwargs
-    log.info("%s: fused=True, one pass over host memory per step", base_class.__name__)
-    return {**kwargs, "fused": True}

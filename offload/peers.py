@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.base_class import base_class_of
 from offload.errors import UserError
-from offload.optimizer import OffloadOptimizer, as_groups, base_class_of
+from offload.groups import as_groups
+from offload.optimizer import OffloadOptimizer
 
 
 class TorchAOCPUOffloadOptimizer(torch.optim.Optimizer):

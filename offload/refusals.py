@@ -1,0 +1,103 @@
+"""What is refused when an :class:`offload.OffloadOptimizer` is built, by name and with the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.base_class import is_per_parameter
+from offload.engine.forecast import Forecast, kind_of
+from offload.engine.placement import Placement
+from offload.errors import UserError
+from offload.groups import tensors_of
+
+STRATEGIES = ("host", "stream", "resident")
+
+ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_choices(
+    strategy: str,
+    *,
+    offload_gradients: bool,
+    accumulation_dtype: str | None,
+    is_default_placement: bool,
+    in_flight_gib: float,
+) -> None:
+    """Refuse values, and combinations of them, that mean nothing."""
+    if strategy not in STRATEGIES:
+        near = difflib.get_close_matches(str(strategy), STRATEGIES, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"optimizer.strategy: got {strategy!r}, expected one of {', '.join(STRATEGIES)}; did you mean {near}?"
+        )
+    if isinstance(in_flight_gib, bool) or not isinstance(in_flight_gib, (int, float)) or not in_flight_gib > 0:
+        raise UserError(
+            f"optimizer.in_flight_gib: got {in_flight_gib!r}, expected GiB of device memory above 0, such as 1.0; more "
+            "lets backward run further ahead of the updates"
+        )
+    if offload_gradients and strategy == "resident":
+        raise UserError(
+            "optimizer.offload_gradients: strategy=resident updates with the gradients on the device; set "
+            "offload_gradients=False, or strategy=stream or host"
+        )
+    if not is_default_placement and strategy != "stream":
+        rests = "all states rest on the device" if strategy == "resident" else "all states rest on the host"
+        raise UserError(
+            f"optimizer.offload_states: with strategy={strategy} {rests}; leave it out or set strategy=stream"
+        )
+    if accumulation_dtype is not None and accumulation_dtype not in ACCUMULATION_DTYPES:
+        near = difflib.get_close_matches(str(accumulation_dtype), ACCUMULATION_DTYPES, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"optimizer.accumulation_dtype: got {accumulation_dtype!r}, expected fp32, bf16 or null; did you mean "
+            f"{near}?"
+        )
+    if accumulation_dtype is not None and not offload_gradients:
+        raise UserError(
+            "optimizer.accumulation_dtype: is that of sums in host memory, which need offload_gradients=True; "
+            "gradients on the device are summed by autograd in their own dtype"
+        )
+
+
+def check_base(
+    base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], *, strategy: str, update_in_backward: bool
+) -> None:
+    """Refuse a base optimizer that the strategy or the schedule cannot run."""
+    is_paged = base_class.__name__.startswith("Paged") or kwargs.get("is_paged", False)
+    if is_paged and base_class.__module__.startswith("bitsandbytes.") and strategy != "resident":
+        plain = base_class.__name__.removeprefix("Paged")
+        raise UserError(
+            f"optimizer.optimizer_class: bitsandbytes.optim.{base_class.__name__} pages its states by itself; "
+            f"with strategy={strategy} use bitsandbytes.optim.{plain} without is_paged, or select the paged "
+            f"one alone by optimizer=bitsandbytes.optim.{base_class.__name__}"
+        )
+    if issubclass(base_class, torch.optim.LBFGS) and (strategy != "resident" or update_in_backward):
+        raise UserError(
+            "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which only "
+            "strategy=resident with update_in_backward=False can do"
+        )
+    if not is_per_parameter(base_class) and (strategy == "stream" or update_in_backward):
+        setting = "strategy=stream" if strategy == "stream" else "update_in_backward=True"
+        raise UserError(
+            f"optimizer.optimizer_class: {base_class.__module__}.{base_class.__qualname__} is not known to update "
+            f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "
+            "per_parameter = True, else use strategy=host with update_in_backward=False"
+        )
+
+
+def check_patterns(
+    placement: Placement,
+    forecasts: list[Forecast | None],
+    groups: list[dict[str, Any]],
+    names: Mapping[Tensor, str],
+) -> None:
+    """Refuse patterns that match no state, where the states can be known; ``names`` are those in state paths."""
+    paths: list[str] = []
+    for foreseen, group in zip(forecasts, groups, strict=True):
+        if foreseen is None:
+            return
+        paths += [f"{form.key}/{names[param]}" for param in tensors_of([group]) for form in foreseen[kind_of(param)]]
+    placement.check(paths)

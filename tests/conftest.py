@@ -63,7 +63,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests neither read the user's wandb login nor reach for a network."""
+    """Tests neither read the user's wandb login nor reach for a network, and leave no runs in the current folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path_factory.getbasetemp()))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.training.progress import say
+from offload.training.run_record import RUN_FILE
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,8 +45,9 @@ class Mirror(Protocol):
     """Somewhere that the metrics are copied to: torchtune's ``MetricLoggerInterface``, as far as it is used.
 
     Everything is called on one thread that belongs to this mirror, in order; ``close`` may take an
-    ``exit_code`` (0: the run ended well). If ``close`` does not return in time, ``abandon()`` is called,
-    where there is one, on the thread of the caller of :meth:`MetricLog.close`.
+    ``exit_code`` (0: the run ended well). A mirror that has them is also told ``log_facts(facts)``, what runs are
+    grouped by, and ``log_summary(values)``, what the whole run comes to. If ``close`` does not return in time,
+    ``abandon()`` is called, where there is one, on the thread of the caller of :meth:`MetricLog.close`.
     """
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None: ...
@@ -58,9 +60,9 @@ class Mirror(Protocol):
 class MetricLog:
     """``output_dir/metrics.jsonl`` and its mirrors.
 
-    A fresh run into a folder that holds an earlier run's file renames that to ``metrics.<n>.jsonl``. A run
-    that resumes from step ``resume_step`` keeps the lines up to that step and drops those after it, which it
-    is about to write again (also a last line torn by a kill).
+    A fresh run into a folder that holds an earlier run's file renames that to ``metrics.<n>.jsonl``, and its
+    ``run.json`` to ``run.<n>.json``. A run that resumes from step ``resume_step`` keeps the lines up to that step and
+    drops those after it, which it is about to write again (also a last line torn by a kill).
 
     Args:
         output_dir: created if need be.
@@ -80,7 +82,7 @@ class MetricLog:
         self.path = Path(output_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            _set_aside(self.path)
+            _set_aside(self.path, self.path.with_name(RUN_FILE))
         else:
             _keep_lines_up_to(self.path, resume_step)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
@@ -110,6 +112,18 @@ class MetricLog:
         """Hands the run's configuration to the mirrors; the file holds numbers only."""
         for mirror in self._mirrors:
             mirror.put("log_config", config)
+
+    def log_facts(self, facts: Mapping[str, Any]) -> None:
+        """Hands what runs are grouped by to the mirrors that take it."""
+        for mirror in self._mirrors:
+            if mirror.takes("log_facts"):
+                mirror.put("log_facts", facts)
+
+    def log_summary(self, values: Mapping[str, Any]) -> None:
+        """Hands what the whole run comes to, to the mirrors that take it."""
+        for mirror in self._mirrors:
+            if mirror.takes("log_summary"):
+                mirror.put("log_summary", values)
 
     def close(self, exit_code: int = 0) -> None:
         """Closes the file and waits, for a bounded time, until the mirrors are done. May be called twice.
@@ -194,14 +208,21 @@ def _as_number(name: str, value: Any) -> Number | None:
     raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}), expected a number")
 
 
-def _set_aside(path: Path) -> None:
-    """Renames an earlier run's file to ``metrics.<n>.jsonl`` with the first free n."""
-    if not path.exists() or path.stat().st_size == 0:
+def _set_aside(metrics: Path, *others: Path) -> None:
+    """Renames an earlier run's file to ``metrics.<n>.jsonl`` with the first free n, and what belongs to it likewise."""
+    if not metrics.exists() or metrics.stat().st_size == 0:
         return
+    paths = (metrics, *others)
     n = 1
-    while (target := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
+    while any(_numbered(path, n).exists() for path in paths):
         n += 1
-    path.rename(target)
+    for path in paths:
+        if path.exists():
+            path.rename(_numbered(path, n))
+
+
+def _numbered(path: Path, n: int) -> Path:
+    return path.with_name(f"{path.stem}.{n}{path.suffix}")
 
 
 def _keep_lines_up_to(path: Path, step: int) -> None:
@@ -244,6 +265,9 @@ class _MirrorThread:
         # A daemon: a mirror that hangs for good does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name=f"mirror-{self._name}", daemon=True)
         self._thread.start()
+
+    def takes(self, method: str) -> bool:
+        return hasattr(self._mirror, method)
 
     def put(self, method: str, *arguments: Any) -> None:
         """Queues one call; returns at once."""

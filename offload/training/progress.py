@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from offload.training.run_summary import summarise
 
 
 def say(line: str, *, stream: TextIO | None = None) -> None:
@@ -133,54 +134,36 @@ def summary(
     """
     from offload.training.metrics import read_metrics  # metrics.py says its warnings through this module
 
-    rows = read_metrics(metrics_path)
+    values = summarise(read_metrics(metrics_path))
     path = Path(metrics_path)
     lines: list[tuple[str, str]] = []
-
-    def column(name: str) -> list[float]:
-        return [row[name] for row in rows if isinstance(row.get(name), int | float)]
-
-    if rows:
-        lines.append(("steps", str(rows[-1]["step"])))
-    for label, name in (("loss", "loss"), ("evaluation loss", "evaluation/loss")):
-        values = column(name)
-        if len(values) > 1:
-            lines.append((label, f"{values[0]:.4f} -> {values[-1]:.4f}"))
-        elif values:
-            lines.append((label, f"{values[0]:.4f}"))
-    # The first interval holds compilation, allocator growth and cold caches.
-    rates = column("tokens_per_second")
-    rates = rates[1:] if len(rates) > 1 else rates
-    if rates:
-        text = f"{count(statistics.median(rates))} tok/s"
-        trained = column("trained_tokens_per_second")
-        trained = trained[1:] if len(trained) > 1 else trained
-        if trained:
-            text += f" ({count(statistics.median(trained))} trained), median"
+    if "steps" in values:
+        lines.append(("steps", str(values["steps"])))
+    for label, name in (("loss", "loss"), ("evaluation loss", "evaluation_loss")):
+        if f"{name}_final" in values:
+            first, final = f"{values[f'{name}_first']:.4f}", f"{values[f'{name}_final']:.4f}"
+            lines.append((label, final if first == final else f"{first} -> {final}"))
+    if "tokens_per_second" in values:
+        text = f"{count(values['tokens_per_second'])} tok/s"
+        if "trained_tokens_per_second" in values:
+            text += f" ({count(values['trained_tokens_per_second'])} trained), median"
         lines.append(("speed", text))
-    utilisation = column("mfu")
-    utilisation = utilisation[1:] if len(utilisation) > 1 else utilisation
-    if utilisation:
-        lines.append(("MFU", f"{100 * statistics.median(utilisation):.1f} %, median"))
-    seen = column("tokens_seen")
-    if seen:
-        lines.append(("tokens", f"{int(seen[-1]):,}"))
-    active = max(column("memory/device_peak_active_gib"), default=0.0)
-    if active:
-        reserved = max(column("memory/device_peak_reserved_gib"), default=0.0)
-        lines.append(("device memory", f"{active:.2f} GiB peak ({reserved:.2f} GiB reserved)"))
-    host = max(column("memory/host_rss_peak_gib"), default=0.0)
-    if host:
-        pinned = max(column("memory/host_pinned_gib"), default=0.0)
+    if "mfu" in values:
+        lines.append(("MFU", f"{100 * values['mfu']:.1f} %, median"))
+    if "tokens" in values:
+        lines.append(("tokens", f"{values['tokens']:,}"))
+    if "device_peak_active_gib" in values:
+        reserved = values.get("device_peak_reserved_gib", 0.0)
         lines.append(
-            (
-                "host memory",
-                f"{host:.2f} GiB peak" + (f" ({pinned:.2f} GiB pinned)" if pinned >= 0.005 else ""),
-            )
+            ("device memory", f"{values['device_peak_active_gib']:.2f} GiB peak ({reserved:.2f} GiB reserved)")
         )
+    if "host_rss_peak_gib" in values:
+        pinned = values.get("host_pinned_gib", 0.0)
+        text = f"{values['host_rss_peak_gib']:.2f} GiB peak"
+        lines.append(("host memory", text + (f" ({pinned:.2f} GiB pinned)" if pinned >= 0.005 else "")))
     if times is None:
-        names = sorted({name for row in rows for name in row if name.startswith("time/")})
-        times = {name.removeprefix("time/"): sum(column(name)) for name in names}
+        prefix = "seconds_"
+        times = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     spent = [f"{phase.replace('_', '+')} {duration(seconds)}" for phase, seconds in times.items() if seconds >= 0.05]
     if wall_seconds is not None:
         lines.append(("time", duration(wall_seconds) + (f": {', '.join(spent)}" if spent else "")))

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from offload.training.config import instantiate
 from offload.training.data import Batch
+from offload.training.environment import environment
 from offload.training.flops import flops_per_token, matmul_parameters, mfu, peak_flops
 from offload.training.late import LateReader, LateValues
 from offload.training.memory import peak_memory, reset_peak
-from offload.training.metrics import MetricLog
+from offload.training.metrics import MetricLog, read_metrics
+from offload.training.optimizer_label import label_of, optimizer_facts
 from offload.training.progress import Progress, say, summary
+from offload.training.run_record import RunRecord
+from offload.training.run_summary import summarise
 from offload.training.step import check_finite
 from offload.training.timing import Lap, StepTimer, Throughput, TokenCount
 from offload.training.wandb_logger import WandBLogger
@@ -95,7 +99,21 @@ class Reporter:
         self._mirror = instantiate(metric_logger)
         mirrors = [] if self._mirror is None else [self._mirror]
         self._log = MetricLog(output_dir, mirrors, resume_step=resume_step)
-        self._log.log_config(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+        facts = optimizer_facts(optimizer, cfg.get("optimizer"))
+        label = label_of(facts)
+        config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        self._log.log_config(config)
+        self._log.log_facts({"label": label, "label_parts": facts})
+        self._record = RunRecord(
+            output_dir,
+            {
+                "label": label,
+                "optimizer": facts,
+                "config": OmegaConf.to_container(config),
+                "environment": environment(str(device)),
+            },
+            resume_step=resume_step,
+        )
         self._progress = Progress(total_steps, initial=resume_step or 0)
         self._peak = peak_flops(device)
         self._matmul = matmul_parameters(model)
@@ -211,14 +229,19 @@ class Reporter:
     def close(self, exit_code: int, checkpoint: Path | None) -> None:
         """End the logs; print the summary of a run that ended well or was interrupted."""
         failed = exit_code not in (0, 130, 143)
+        rest: dict[str, float] = {}
         # After a failure, what the steps before it left is worth having if the device can still tell.
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             self.flush()
+            rest = self.timer.read(self.timer.cut())  # what came after the last line: the final checkpoint
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            values = summarise(read_metrics(self._log.path), rest)
+            self._log.log_summary(values)
+            self._record.finish(exit_code, values)
         self._progress.close()
         self._log.close(exit_code)
         if failed:
             return
-        self.timer.read(self.timer.cut())  # counts what came after the last log: the final checkpoint
         notes = []
         note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
         if note is not None:

@@ -9,11 +9,10 @@ second, ``init``, every ``log``, ``finish``) runs on the thread that
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib
-import importlib.metadata
 import netrc
 import os
-import platform
 import re
 import secrets
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from offload.errors import UserError
+from offload.training.environment import environment
 from offload.training.progress import say
 
 Mode = Literal["auto", "online", "offline", "disabled"]
@@ -47,7 +47,7 @@ class WandBLogger:
     default project, ``WANDB_MODE`` over ``mode: auto``.
 
     A run that resumes (``resume_from_checkpoint`` in its config) continues the wandb run that is named in
-    ``<log_dir>/wandb_run_id.txt``.
+    ``<output_dir>/wandb_run_id.txt``.
 
     Args:
         project: wandb project.
@@ -58,8 +58,9 @@ class WandBLogger:
         mode: ``auto``: online if a key is configured and the server answers, else offline. ``online``: falls
             back to offline when the server cannot be reached. ``offline``: on disk only. ``disabled``:
             nothing.
-        log_dir: folder that gets the ``wandb`` folder; default ``WANDB_DIR``, else the config's
-            ``output_dir``.
+        log_dir: folder that gets the ``wandb`` folder; default ``WANDB_DIR``, else the current folder, as for wandb
+            itself: ``wandb sync`` and ``wandb leet`` look there and find every run. Where that cannot be written, the
+            config's ``output_dir``.
         run_id: id of the run, unique in its project; default ``<name or output folder>-<date>-<time>-<4
             hex>``.
 
@@ -104,6 +105,18 @@ class WandBLogger:
             self._start(content)
         elif self._run is not None:
             self._run.config.update(content, allow_val_change=True)
+
+    def log_facts(self, facts: Mapping[str, Any]) -> None:
+        """Adds what the configuration does not say to the run's configuration: what runs are grouped by."""
+        if not self._started:
+            self._start({})
+        if self._run is not None:
+            self._run.config.update(dict(facts), allow_val_change=True)
+
+    def log_summary(self, values: Mapping[str, Any]) -> None:
+        """Puts what the whole run comes to (``summary/loss_best``) beside wandb's own summary, the last values."""
+        if self._run is not None:
+            self._run.summary.update({f"summary/{name}": value for name, value in values.items()})
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         """Logs numbers by name; ``step`` must not fall."""
@@ -159,6 +172,8 @@ class WandBLogger:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             self._wandb = importlib.import_module("wandb")
+            if self._wandb.__file__ is None:  # only the folder of that name in the current folder, with its runs
+                raise ImportError("No module named 'wandb'")
         except ImportError as error:
             say(f"wandb: off ({error}; to use it: pip install wandb). The metrics are in metrics.jsonl.")
             return
@@ -174,9 +189,12 @@ class WandBLogger:
             else:
                 mode, reason = "offline", obstacle
 
-        log_dir = Path(self._log_dir or os.environ.get("WANDB_DIR") or config.get("output_dir") or ".").resolve()
+        output_dir = Path(config.get("output_dir") or ".").resolve()
+        log_dir = self._find_log_dir(output_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
-        resume = self._choose_id(log_dir, resume=bool(config.get("resume_from_checkpoint")))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # With the run: other runs may log to the same folder.
+        resume = self._choose_id(output_dir, resume=bool(config.get("resume_from_checkpoint")))
         arguments: dict[str, Any] = {
             "project": self._project,
             "entity": self._entity,
@@ -205,6 +223,14 @@ class WandBLogger:
         if mode == "online":
             self.url = self._run.url
         say(f"wandb: {mode} ({reason}), {'continuing' if resume else 'run'} {self._run_id}: {self._where()}")
+
+    def _find_log_dir(self, output_dir: Path) -> Path:
+        chosen = self._log_dir or os.environ.get("WANDB_DIR")
+        if chosen:
+            return Path(chosen).resolve()
+        here = Path.cwd()
+        runs = here / "wandb"
+        return here if os.access(runs if runs.exists() else here, os.W_OK | os.X_OK) else output_dir
 
     def _where(self) -> str:
         return self.url or (_relative(self.directory) if self.directory else "")
@@ -250,6 +276,8 @@ class WandBLogger:
             return f"{base_url} does not answer: HTTP {error.code}" if error.code in (502, 503, 504) else None
         except (OSError, ValueError) as error:
             return f"{base_url} does not answer: {getattr(error, 'reason', None) or error}"
+        except http.client.HTTPException as error:
+            return f"{base_url} does not answer in HTTP: {type(error).__name__}"
 
     def _has_key(self, base_url: str) -> bool:
         if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -258,15 +286,15 @@ class WandBLogger:
             return True
         return _netrc_has_key(urllib.parse.urlsplit(base_url).netloc)
 
-    def _choose_id(self, log_dir: Path, *, resume: bool) -> bool:
-        """Sets the run id and keeps it in ``log_dir``; True if an earlier run is continued."""
-        kept = log_dir / RUN_ID_FILE
+    def _choose_id(self, output_dir: Path, *, resume: bool) -> bool:
+        """Sets the run id and keeps it in ``output_dir``; True if an earlier run is continued."""
+        kept = output_dir / RUN_ID_FILE
         if resume and self._run_id is None and kept.is_file():
             self._run_id = kept.read_text().strip() or None
             if self._run_id:
                 return True
         if self._run_id is None:
-            stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", self._name or log_dir.name).strip("-.")[:64] or "run"
+            stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", self._name or output_dir.name).strip("-.")[:64] or "run"
             self._run_id = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         kept.write_text(self._run_id + "\n")
         return resume
@@ -280,28 +308,6 @@ def _netrc_has_key(host: str) -> bool:
             if netrc.netrc(str(Path(path).expanduser())).authenticators(host):
                 return True
     return False
-
-
-def environment(device: str | None = None) -> dict[str, str]:
-    """Facts that a result depends on: versions, system, processor or accelerator."""
-    import torch
-
-    facts = {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "torch": torch.__version__,
-    }
-    for distribution in ("tune-offload", "torchtune", "torchao"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[distribution] = importlib.metadata.version(distribution)
-    kind = (device or "auto").split(":")[0]
-    if kind in ("auto", "cuda", "xpu"):
-        for module in (torch.cuda, torch.xpu):
-            if module.is_available() and kind in ("auto", module.__name__.rsplit(".", 1)[-1]):
-                facts["device"] = module.get_device_name()
-                break
-    facts.setdefault("device", f"cpu, {torch.get_num_threads()} threads")
-    return facts
 
 
 def _plain(config: Any) -> dict[str, Any]:

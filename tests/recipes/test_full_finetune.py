@@ -66,7 +66,7 @@ def test_trains_and_leaves_metrics_and_a_checkpoint(workspace: Any, tmp_path: Pa
     assert result.rows[0]["lr"] == 0.0 and result.rows[1]["lr"] == 5e-3 and result.rows[2]["lr"] == 1e-2
     assert all(row["memory/host_rss_peak_gib"] > 0.05 for row in result.rows)
     assert result.rows[-1]["tokens_seen"] > 20 * 2 * 8
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "step_20"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "run.json", "step_20"}
     assert {path.name for path in (tmp_path / "run" / "step_20").iterdir()} == CHECKPOINT_FILES
     assert "loss" in result.out and "step_20" in result.out
 
@@ -230,20 +230,30 @@ def test_micro_batches_left_over_stay_out_of_the_next_epoch(workspace: Any, tmp_
     assert {p.name for p in result.output_dir.glob("step_*")} == {"step_5", "step_10"}
 
 
-def test_an_offline_wandb_run_holds_the_same_values(workspace: Any, tmp_path: Path) -> None:
+def test_an_offline_wandb_run_holds_the_same_values(
+    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.training.wandb_file import read_run  # type: ignore[import-not-found]
 
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     result = workspace.run(
         tmp_path / "run",
         "+metric_logger={_component_: offload.training.wandb_logger.WandBLogger, project: tests, mode: offline}",
     )
     assert result.status == 0, result.err
-    run = read_run(tmp_path / "run")
+    run = read_run(tmp_path)
     rows = {row["_step"]: row for row in run.history}
     for row in result.rows:
         for key in KEYS:
             assert rows[row["step"]][key] == row[key], (row["step"], key)
     assert run.config["batch_size"] == 2 and run.exit_code == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run.config["label"] == record["label"] == "torch.optim.AdamW fp32, host"
+    assert record["config"]["batch_size"] == 2 and record["status"] == "done"
+    summary = record["summary"]
+    assert {name.removeprefix("summary/"): run.summary[name] for name in run.summary if "summary/" in name} == summary
+    assert summary["loss_final"] == result.rows[-1]["loss"] and summary["loss_best"] == min(losses(result.rows))
+    assert summary["tokens"] == result.rows[-1]["tokens_seen"] and summary["seconds_checkpoint"] > 0
 
 
 def test_logging_every_n_steps_logs_the_mean(workspace: Any, tmp_path: Path) -> None:

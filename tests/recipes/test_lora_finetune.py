@@ -129,7 +129,9 @@ def test_trains_the_adapter_and_leaves_metrics_and_a_checkpoint(
     evaluations = {row["step"]: row["evaluation/loss"] for row in result.rows if "evaluation/loss" in row}
     assert evaluations.keys() == {10, 20} and evaluations[20] < evaluations[10] < losses(result)[0]
     model_files = set() if only_adapter else MODEL_FILES
-    assert files(tmp_path / "run") == {"metrics.jsonl"} | {f"step_20/{n}" for n in CHECKPOINT_FILES | model_files}
+    assert files(tmp_path / "run") == {"metrics.jsonl", "run.json"} | {
+        f"step_20/{n}" for n in CHECKPOINT_FILES | model_files
+    }
 
     base = ended[0].checkpoints.load_base()
     frozen, trained = {}, {}

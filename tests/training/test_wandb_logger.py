@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -24,8 +25,9 @@ from omegaconf import OmegaConf
 
 from offload.errors import UserError
 from offload.training import wandb_logger
+from offload.training.environment import environment
 from offload.training.metrics import MetricLog, read_metrics
-from offload.training.wandb_logger import WandBLogger, environment
+from offload.training.wandb_logger import WandBLogger
 
 READER = Path(__file__).with_name("wandb_file.py")
 KEY = "0123456789" * 4
@@ -54,6 +56,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(home / ".netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(home))
+    monkeypatch.chdir(tmp_path)  # where wandb keeps runs
     # Nothing in these tests may leave this machine, whatever goes wrong: this port is closed.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -119,7 +122,7 @@ def test_an_offline_run_holds_what_metrics_jsonl_holds(
     assert time.perf_counter() - start < 20
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
-    run = read_run(out)
+    run = read_run(work)
     rows = read_metrics(out)
     assert len(rows) == len(run.history) == steps + 1
     for row, mirrored in zip(rows[:-1], run.history[:-1], strict=True):
@@ -135,13 +138,13 @@ def test_an_offline_run_holds_what_metrics_jsonl_holds(
     assert run.config["optimizer"] == {"_component_": "x.Y", "lr": 1e-5} and run.config["none"] is None
     assert run.config["environment"]["torch"] == environment()["torch"]
 
-    assert list(work.iterdir()) == [], "nothing in the working directory"
+    assert [path.name for path in work.iterdir()] == ["wandb"], "where `wandb sync` and `wandb leet` look"
     captured = capfd.readouterr()
     assert captured.err == "", "wandb itself says nothing"
     (line,) = captured.out.splitlines()
     assert line.startswith("wandb: offline (no key is configured: `wandb login`), run tiny_llama_offload-")
-    assert logger.directory is not None and line.endswith(str(logger.directory))
-    assert logger.note() == ("wandb", f"wandb sync {logger.directory}")
+    assert logger.directory is not None and line.endswith(f": wandb/{logger.directory.name}")
+    assert logger.note() == ("wandb", f"wandb sync wandb/{logger.directory.name}")
     assert (logger.directory / f"run-{run.run_id}.wandb").is_file()
 
 
@@ -153,12 +156,51 @@ def test_a_resumed_run_continues_the_wandb_run(tmp_path: Path, capsys: pytest.Ca
     train(out, WandBLogger(name="my run"), steps=2, resume_from_checkpoint=True)
     assert (out / "wandb_run_id.txt").read_text() == first
     assert first.startswith("my-run-")
-    parts = sorted(out.rglob("run-*.wandb"))
+    parts = sorted(tmp_path.rglob("run-*.wandb"))
     assert [read_run(part).run_id for part in parts] == [first.strip()] * 2
     assert f"continuing {first.strip()}" in capsys.readouterr().out
     time.sleep(1.1)
     train(out, WandBLogger(name="my run"), steps=1)
     assert (out / "wandb_run_id.txt").read_text() != first, "a fresh run is a new one"
+
+
+def test_runs_in_one_folder_of_wandb_keep_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "shared"))
+    ids = {}
+    for name in ("a", "b"):
+        train(tmp_path / name, WandBLogger(), steps=1)
+        ids[name] = (tmp_path / name / "wandb_run_id.txt").read_text().strip()
+    assert ids["a"] != ids["b"]
+    time.sleep(1.1)  # wandb names its folders by the second
+    train(tmp_path / "a", WandBLogger(), steps=2, resume_from_checkpoint=True)
+    parts = [read_run(part).run_id for part in (tmp_path / "shared").rglob("run-*.wandb")]
+    assert sorted(parts) == sorted([ids["a"], ids["a"], ids["b"]])
+
+
+def test_runs_lie_with_their_output_where_the_current_folder_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
+    train(tmp_path / "out", WandBLogger(), steps=1)
+    assert len(read_run(tmp_path / "out" / "wandb").history) == 1
+
+
+def test_a_run_has_what_to_group_by_and_what_it_came_to(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path / "out", [WandBLogger()])
+    log.log_config({"output_dir": str(tmp_path / "out"), "lr": 1e-5})
+    log.log_facts({"label": "torch.optim.AdamW fp32, plain", "label_parts": {"master": None}})
+    for step in (1, 2, 3):
+        log.log({"loss": (step - 2.25) ** 2}, step)
+    log.log_summary({"loss_best": 0.0625, "seconds_data": 0.5, "steps": 3})
+    log.close()
+    run = read_run(tmp_path)
+    assert run.config["label"] == "torch.optim.AdamW fp32, plain" and run.config["lr"] == 1e-5
+    assert run.config["label_parts"] == {"master": None}
+    assert {name: value for name, value in run.summary.items() if name.startswith("summary/")} == {
+        "summary/loss_best": 0.0625, "summary/seconds_data": 0.5, "summary/steps": 3,
+    }  # fmt: skip
+    assert len(run.history) == 3, "no step is added"
 
 
 def test_environment_variables_have_their_usual_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +246,7 @@ def test_a_key_without_a_server_means_offline(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     train(tmp_path / "out", WandBLogger())
     assert "wandb: offline (http://127.0.0.1:9 does not answer: " in capsys.readouterr().out
-    assert len(read_run(tmp_path / "out").history) == 3
+    assert len(read_run(tmp_path).history) == 3
 
 
 def test_a_key_in_netrc_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +270,7 @@ def test_a_server_that_hangs_costs_the_check_and_no_more(
         train(tmp_path / "out", WandBLogger())
         assert time.perf_counter() - start < 8
     assert "does not answer: timed out" in capsys.readouterr().out
-    assert len(read_run(tmp_path / "out").history) == 3
+    assert len(read_run(tmp_path).history) == 3
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
@@ -258,14 +300,62 @@ def test_a_server_that_refuses_means_offline(
         captured = capfd.readouterr()
         assert f"wandb: offline ({url} refused: " in captured.out
         assert captured.err == ""
-    (part,) = (path for path in (tmp_path / "out").rglob("offline-run-*/run-*.wandb") if read_run(path).history)
+    (part,) = (path for path in tmp_path.rglob("offline-run-*/run-*.wandb") if read_run(path).history)
+    assert [row["loss"] for row in read_run(part).history] == [2.0, 1.0, 2 / 3]
+
+
+@contextlib.contextmanager
+def garbled(answer: bytes, *, head: bytes | None = None) -> Iterator[str]:
+    """A server that answers every request with these bytes, and HEAD with others where they are given."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                request = self.request.recv(65536)
+                self.request.sendall(head if head is not None and request.startswith(b"HEAD") else answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+
+
+GOOD_HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "head"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", None),
+        (b"", None),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\n<html>oh!", GOOD_HEAD),
+        (b"\x00\xff not HTTP\r\n\r\n", GOOD_HEAD),
+    ],
+    ids=["another protocol", "nothing", "too many headers", "a page that is no JSON", "noise behind the check"],
+)
+def test_a_server_that_answers_garbage_means_offline(
+    answer: bytes,
+    head: bytes | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(wandb_logger, "_INIT_TIMEOUT", 1.0)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with garbled(answer, head=head) as url:
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        train(tmp_path / "out", WandBLogger())
+    captured = capfd.readouterr()
+    assert "wandb: offline (" in captured.out and captured.err == ""
+    (part,) = (path for path in tmp_path.rglob("offline-run-*/run-*.wandb") if read_run(path).history)
     assert [row["loss"] for row in read_run(part).history] == [2.0, 1.0, 2 / 3]
 
 
 def test_online_without_a_key_never_asks_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "out", WandBLogger(mode="online"))
     assert "wandb: offline (no key is configured: `wandb login`)" in capsys.readouterr().out
-    assert len(read_run(tmp_path / "out").history) == 3
+    assert len(read_run(tmp_path).history) == 3
 
 
 def test_an_unknown_mode_is_the_users_error() -> None:
@@ -337,3 +427,4 @@ def test_the_environment_is_json_and_names_the_versions() -> None:
     assert json.loads(json.dumps(facts)) == facts
     assert {"python", "system", "torch", "torchtune", "torchao", "device"} <= set(facts)
     assert facts["device"].startswith("cpu")
+    assert facts["cores"] >= 1 and facts["host_memory_gib"] > 0 and facts["processor"]

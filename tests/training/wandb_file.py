@@ -20,13 +20,14 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class OfflineRun:
-    """Attributes: run id, project, tags, config by key, history rows (with ``_step``), exit code."""
+    """Attributes: run id, project, tags, config by key, history rows (with ``_step``), summary, exit code."""
 
     run_id: str = ""
     project: str = ""
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
 
 
@@ -50,6 +51,8 @@ def read_run(path: Path) -> OfflineRun:
             run.config.update(_items(record.config.update))
         elif kind == "history":
             run.history.append(_items(record.history.item))
+        elif kind == "summary":
+            run.summary.update(_items(record.summary.update))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

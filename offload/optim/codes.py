@@ -5,8 +5,9 @@ Of the first, the *ratio* ``m / (sqrt(v) + eps)`` is, Adam's update but for its 
 for all elements of a block, whatever decades their gradients span, and what rounding ``v`` changes does not change the
 update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``).
 
-A block's scale is its largest value, so that what a block's elements have in common is exact. No second moment decodes
-as zero, because a denominator of ``eps`` alone would blow the update up.
+A block's scale is its largest finite value, so that what a block's elements have in common is exact. No second moment
+decodes as zero, because a denominator of ``eps`` alone would blow the update up. Where a moment is not finite, neither
+is the parameter, for good; its codes say no ratio and the largest root, which changes nothing for its neighbours.
 
 Ratios are rounded to nearest. A second moment changes by less than half a step at a time, so that rounding to nearest
 would keep it where it is; it is rounded up where the fraction exceeds a threshold that walks through [0, 1) by the
@@ -93,6 +94,8 @@ def encode(
     """
     exp_avg_scale.copy_(_largest(ratio))
     exp_avg_sq_scale.copy_(_largest(root))
+    ratio = torch.where(ratio.isfinite(), ratio, 0.0)
+    root = torch.where(root.isfinite(), root, _spread(exp_avg_sq_scale, root))
     if state_dtype == "int8":
         exp_avg.copy_((ratio * _spread(_inverse(exp_avg_scale, 127.0), ratio)).round())
     else:
@@ -104,9 +107,9 @@ def encode(
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Of each block, the largest magnitude ``[ceil(n / BLOCK)]``; NaN counts as zero."""
+    """Of each block, the largest finite magnitude ``[ceil(n / BLOCK)]``."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
-    return padded.view(-1, BLOCK).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
+    return padded.view(-1, BLOCK).abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
 
 
 def _inverse(scale: Tensor, over: float = 1.0) -> Tensor:

@@ -395,6 +395,8 @@ def _update_tile(
         root_scale = _largest(root)
         tl.store(ratio_scale_at, ratio_scale, row_mask)
         tl.store(root_scale_at, root_scale, row_mask)
+        ratio = tl.where(tl.abs(ratio) < float("inf"), ratio, 0.0)
+        root = tl.where(root < float("inf"), root, root_scale[:, None])
         tl.store(m_at, _encode_ratio(ratio, ratio_scale, STATE), mask)
         tl.store(v_at, _encode_root(root, root_scale, position, tl.load(row + 10)), mask)
 
@@ -439,8 +441,9 @@ def _round_stochastically(x, pair, key, columns):
 
 @triton.jit
 def _largest(x):
-    """The largest magnitude of each row; the maximum passes NaN over."""
-    return tl.max(tl.abs(x), axis=1)
+    """The largest finite magnitude of each row."""
+    magnitude = tl.abs(x)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis=1)
 
 
 @triton.jit

@@ -276,12 +276,11 @@ def test_a_number_that_is_none_spoils_its_own_element_alone(kind):
     own[[not_a_number, infinity]] = True
     assert not spoiled.param[own].isfinite().any()
     assert torch.equal(spoiled.param[~own], clean.param[~own])
-    own[BLOCK : 2 * BLOCK] |= kind.state in ("int8", "fp8")  # the infinity is the scale of its block
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(spoiled, name)[~own], getattr(clean, name)[~own])
     for name in STATE_BLOCK:
         if (scale := getattr(clean, name)) is not None:
-            assert torch.equal(getattr(spoiled, name)[::2], scale[::2])
+            assert torch.equal(getattr(spoiled, name), scale)
 
 
 @needs_kernel

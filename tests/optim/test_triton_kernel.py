@@ -298,9 +298,13 @@ def test_what_is_not_finite_shows_in_the_parameter_and_nowhere_else(
     assert torch.equal(got.param.cpu()[finite], wanted.param[finite])
 
 
-def test_a_block_with_a_nan_keeps_its_other_elements(place: Native | Interpreter) -> None:
-    item = item_of(Kind("split", "fp8", False), 3 * BLOCK)
-    item.grad[5] = torch.nan
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+def test_a_gradient_that_is_not_finite_leaves_its_blocks_other_elements_alone(
+    place: Native | Interpreter, state: str, bad: float
+) -> None:
+    item = item_of(Kind("split", state, False), 3 * BLOCK)
+    item.grad[5] = bad
     got, wanted = copy(item, place.device), copy(item)
     reference.update([wanted])
     place.update([got])
@@ -308,7 +312,8 @@ def test_a_block_with_a_nan_keeps_its_other_elements(place: Native | Interpreter
     others = [index for index in range(3 * BLOCK) if index != 5]
     for x, y in ((got.param, wanted.param), (got.exp_avg, wanted.exp_avg), (got.exp_avg_sq, wanted.exp_avg_sq)):
         assert torch.equal(x.cpu()[others], y[others])
-    assert torch.equal(got.exp_avg_scale.cpu(), wanted.exp_avg_scale)
+    for x, y in ((got.exp_avg_scale, wanted.exp_avg_scale), (got.exp_avg_sq_scale, wanted.exp_avg_sq_scale)):
+        assert y.isfinite().all() and torch.equal(x.cpu(), y)
 
 
 # Compiled code

@@ -333,7 +333,7 @@ INLINE void update_bf16(enum param param, int coupled, const numbers_t *n, const
     }
 }
 
-/* Numbers that are not negative have the order of their bits, and NaN comes after them all. */
+/* Magnitudes have the order of their bits, and NaN comes after them all. */
 #define INFINITE 0x7f800000u
 #define MAGNITUDE 0x7fffffffu
 
@@ -342,23 +342,40 @@ INLINE uint32_t larger(uint32_t a, uint32_t b)
     return a > b ? a : b;
 }
 
-/* The largest magnitude, NaN passed over; `bits`: the largest of all magnitudes' bits. */
-INLINE float largest(uint32_t bits, const float *even, const float *odd)
+/* The bits of a magnitude; 0 where it is infinite or NaN. */
+INLINE uint32_t finite_bits(float x)
 {
-    if (bits <= INFINITE)
-        return as_float(bits);
-    float magnitude = 0;
-    for (int j = 0; j < PAIRS; j++) {
-        magnitude = fabsf(even[j]) > magnitude ? fabsf(even[j]) : magnitude;
-        magnitude = fabsf(odd[j]) > magnitude ? fabsf(odd[j]) : magnitude;
-    }
-    return magnitude;
+    const uint32_t bits = as_bits(x) & MAGNITUDE;
+    return bits < INFINITE ? bits : 0;
+}
+
+INLINE float finite_or(float x, float otherwise)
+{
+    return (as_bits(x) & MAGNITUDE) < INFINITE ? x : otherwise;
 }
 
 /* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. */
 typedef struct {
     _Alignas(64) float ratio_even[PAIRS], ratio_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
 } waiting_t;
+
+/* The scales of a block in which something is not finite, which is replaced by what is encoded in its stead. */
+static void scale_what_is_finite(const block_t *b, waiting_t *w)
+{
+    uint32_t ratio_bits = 0, root_bits = 0;
+    for (int j = 0; j < PAIRS; j++) {
+        ratio_bits = larger(ratio_bits, larger(finite_bits(w->ratio_even[j]), finite_bits(w->ratio_odd[j])));
+        root_bits = larger(root_bits, larger(finite_bits(w->root_even[j]), finite_bits(w->root_odd[j])));
+    }
+    *b->m_scale = as_float(ratio_bits);
+    *b->v_scale = as_float(root_bits);
+    for (int j = 0; j < PAIRS; j++) {
+        w->ratio_even[j] = finite_or(w->ratio_even[j], 0);
+        w->ratio_odd[j] = finite_or(w->ratio_odd[j], 0);
+        w->root_even[j] = finite_or(w->root_even[j], *b->v_scale);
+        w->root_odd[j] = finite_or(w->root_odd[j], *b->v_scale);
+    }
+}
 
 /* All of a block but its codes: parameters and scales. */
 INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b,
@@ -381,15 +398,17 @@ INLINE void update_coded_block(enum param param, enum state state, int coupled, 
         const coded_t even = update_coded(n, coupled, p.even, g.even, w->ratio_even[j], w->root_even[j]);
         const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->ratio_odd[j], w->root_odd[j]);
         ratio_bits = larger(ratio_bits, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
-        root_bits = larger(root_bits, larger(as_bits(even.root), as_bits(odd.root)));
+        root_bits = larger(root_bits, larger(as_bits(even.root) & MAGNITUDE, as_bits(odd.root) & MAGNITUDE));
         w->ratio_even[j] = even.ratio;
         w->ratio_odd[j] = odd.ratio;
         w->root_even[j] = even.root;
         w->root_odd[j] = odd.root;
         store_param(param, b, j, even.p, odd.p);
     }
-    *b->m_scale = largest(ratio_bits, w->ratio_even, w->ratio_odd);
-    *b->v_scale = largest(root_bits, w->root_even, w->root_odd);
+    *b->m_scale = as_float(ratio_bits);
+    *b->v_scale = as_float(root_bits);
+    if (larger(ratio_bits, root_bits) >= INFINITE)
+        scale_what_is_finite(b, w);
 }
 
 INLINE void encode_block(enum state state, const block_t *b, const waiting_t *w)

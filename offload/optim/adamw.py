@@ -52,9 +52,11 @@ class Adam(torch.optim.Optimizer):
     hyperparameters and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device
     change a bit.
 
-    With fp32 moments, the operations are those of ``torch.optim.Adam(fused=True)`` on fp32 parameters, each rounded on
-    its own. Results equal torch's to the last bit where torch's are compiled without fused multiply-add. Stock wheels
-    use it on GPUs and on CPUs with AVX2 or AVX-512, where the last bits differ.
+    With fp32 moments, the operations are those of ``torch.optim.Adam(fused=True)`` on fp32 parameters, in their order,
+    each rounded on its own. Stock wheels of torch round a product and a sum once (fused multiply-add) on GPUs and on
+    CPUs with AVX2 or AVX-512, so that last bits differ there: after 50 steps of AdamW, weights by up to two units in
+    the last place of the tensor's largest, moments by up to two of theirs. Without it (``ATEN_CPU_CAPABILITY=default``)
+    results equal torch's to the last bit.
 
     Args:
         params: parameters, groups or named parameters; fp32 or bf16, dense.

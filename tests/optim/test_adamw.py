@@ -101,6 +101,26 @@ def test_fp32_moments_equal_torchs_adamw_to_the_last_bit() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch fuses nothing here")
+@pytest.mark.parametrize("options", [{"lr": 1e-3}, {"lr": 1e-5}, *OPTIONS[1:]])
+def test_fp32_moments_against_a_torch_that_fuses_multiply_and_add(options: dict[str, Any]) -> None:
+    """The stock wheel's AdamW after 50 steps, element by element: what README and the docstring say of it."""
+    plain, packed = weights(5001, dtype=torch.float32), weights(5001, dtype=torch.float32)
+    expected = torch.optim.AdamW([plain], fused=True, **{"weight_decay": 0.1, **options})
+    ours = offload.optim.AdamW([packed], state_dtype="fp32", **{"weight_decay": 0.1, **options})
+    steps = gradients(50, 5001, decades=8)
+    for optimizer, param in ((expected, plain), (ours, packed)):
+        train(optimizer, [param], steps)
+    unit = 2.0**-23
+    assert 0 < (packed - plain).abs().max() <= 2 * unit * plain.abs().max()
+    for key in ("exp_avg", "exp_avg_sq"):
+        theirs = expected.state[plain][key].double()
+        difference = (ours.state[packed][key].double() - theirs).abs()
+        assert difference.max() <= 2 * unit * theirs.abs().max()
+        if key == "exp_avg_sq":  # sums of squares cancel nothing
+            assert bool((difference <= 2 * unit * theirs).all())
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize(("state", "master"), PACKED)
 def test_packed_moments_follow_torch(name: str, state: str, master: str) -> None:

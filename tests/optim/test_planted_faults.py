@@ -39,7 +39,7 @@ FAULTS = {
     "square of the gradient scaled once": ("kernels/adamw.c", "(c->w2 * c->gscale) * c->gscale", "c->w2 * c->gscale"),
     "codes of the next block": ("kernels/adamw.c", "&before, &waiting[(i - 1) % 2]", "&before, &waiting[i % 2]"),
     "NaN as a scale": ("kernels/adamw.c", "if (larger(ratio_bits, root_bits) >= INFINITE)", "if (0)"),
-    "infinity as a scale": ("kernels/adamw.c", "return bits < INFINITE ? bits : 0;", "return bits <= INFINITE ? bits : 0;"),
+    "infinity as a scale": ("kernels/adamw.c", "bits < INFINITE ? bits : 0", "bits <= INFINITE ? bits : 0"),
     "a range's last block left out": ("kernels/pool.c", "*end = taken + length;", "*end = taken + length - 1;"),
     "last short block left out": ("kernels/adamw.c", "if (!rest)", "if (rest < BLOCK)"),
 }

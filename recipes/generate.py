@@ -34,7 +34,7 @@ from offload.component import resolve
 from offload.errors import UserError
 from offload.training import recipe_state, torchao_shim
 from offload.training.checkpoint import STATE_NAME, CheckpointManager, whole_checkpoints
-from offload.training.config import AtLeast, Component, instantiate
+from offload.training.config import AtLeast, AtMost, Component, instantiate
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
@@ -65,7 +65,7 @@ class Settings:
     base_checkpoint_dir: str | None = None  # null: where the adapter's training found its base
     device: str = "auto"
     dtype: Literal["fp32", "bf16"] = "bf16"
-    seed: int | None = None
+    seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] | None = None
 
     prompt: Prompt
     max_new_tokens: Annotated[int, AtLeast(1)] = 200

@@ -58,6 +58,7 @@ from offload.training.config_overrides import (
 from offload.training.config_schema import (
     Above,
     AtLeast,
+    AtMost,
     Component,
     DottedPath,
     Missing,
@@ -250,7 +251,7 @@ def _check_value(value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPa
         problems.append(f"{key}: {type_problem(annotation, value)}")
         return
     for marker in markers:
-        if isinstance(marker, (AtLeast, Above)) and isinstance(value, (int, float)):
+        if isinstance(marker, (AtLeast, AtMost, Above)) and isinstance(value, (int, float)):
             wrong = marker.problem(value)
             if wrong is not None:
                 problems.append(f"{key}: {wrong}")

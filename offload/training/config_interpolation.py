@@ -19,7 +19,7 @@ from omegaconf.errors import (
 from offload.component import nearest
 from offload.errors import UserError
 from offload.training.config_schema import Missing, Unknown
-from offload.training.config_yaml import KeyPath, dotted, walk
+from offload.training.config_yaml import KeyPath, dotted, exists_at, get_at, walk
 
 # `${name:...}`: a resolver. OmegaConf's own are named oc.*, cost nothing and have no effects; any other one
 # may download or prepare files, so that a check never calls it.
@@ -38,7 +38,24 @@ UNKNOWN = Unknown()
 MISSING = Missing()
 
 
+# `${${key}}`, `${oc.select:${key}}`, `${oc.decode:...}`: what it reads is known only when it is resolved.
+_ANYTHING = re.compile(r"\$\{\s*(?:oc\.[\w.]+\s*:\s*)?[\"']?\$\{|\$\{\s*oc\.(?:decode|create)\b")
+
+MOST_WORK = 30_000
+"""Units of work that resolving a configuration may take, below ten seconds: 10 for each interpolation, repeated with
+all that it leads to, 1 for each value and for each 100 characters. OmegaConf keeps no result. An interpolation that may
+read anything counts a third."""
+
+
 def grammar_problems(tree: Any, place: Place) -> list[str]:
+    known: dict[KeyPath, int] = {}
+    if _work(tree, (), known) > MOST_WORK:
+        texts = [at for at, value in walk(tree) if isinstance(value, str)]
+        worst = max(texts, key=lambda at: known.get(at, 0))
+        return [
+            f"{dotted(worst)}: interpolations lead to too many values, or to what contains them ({place(worst)}): "
+            "write the values themselves"
+        ]
     problems = []
     for at, value in walk(tree):
         if not isinstance(value, str) or "${" not in value:
@@ -57,6 +74,39 @@ def grammar_problems(tree: Any, place: Place) -> list[str]:
                 hint = f"; did you mean ${{{near}:...}}?" if near else ": remove it, or write \\${ for text"
                 problems.append(f"{dotted(at)}: there is no resolver {name!r} ({place(at)}){hint}")
     return problems
+
+
+def _work(tree: Any, at: KeyPath, known: dict[KeyPath, int]) -> int:
+    """What it takes to resolve the value at ``at``, in units of :data:`MOST_WORK`; rather too much than too little."""
+    if at in known:
+        return known[at]
+    known[at] = 0  # for what refers to itself, which resolving finds out at once
+    value = get_at(tree, at)
+    work = 1
+    if isinstance(value, str):
+        text = value.replace("\\", "")  # a resolver may take what is escaped for it
+        work += len(text) // 100 + 10 * text.count("${") + MOST_WORK // 3 * len(_ANYTHING.findall(text))
+        for found in _REFERENCE.finditer(text):
+            target = _target(found.group(1), at)
+            is_whole = exists_at(tree, target) and not text.startswith("${", found.end())
+            while not exists_at(tree, target):
+                target = target[:-1]
+            if is_whole and known.get(target) == 0 and not isinstance(get_at(tree, target), str):
+                work += MOST_WORK  # a section that contains itself
+            work += _work(tree, target, known)
+    elif isinstance(value, (dict, list)):
+        parts = value if isinstance(value, dict) else range(len(value))
+        work += sum(_work(tree, (*at, part), known) for part in parts)
+    known[at] = work
+    return work
+
+
+def _target(name: str, at: KeyPath) -> KeyPath:
+    """The key that ``${name}`` in the value at ``at`` reads."""
+    ups = len(name) - len(name.lstrip("."))
+    # One dot is the section that holds the key, each further one the section around it.
+    base = at[: len(at) - ups] if ups else ()
+    return (*base, *(part for part in re.sub(r"\[([^\]]*)\]", r".\1", name.strip(".")).split(".") if part))
 
 
 def _resolver_names() -> list[str]:
@@ -150,9 +200,5 @@ def referenced_keys(cfg: DictConfig) -> set[KeyPath]:
         if not isinstance(value, str):
             continue
         for name in _REFERENCE.findall(value):
-            ups = len(name) - len(name.lstrip("."))
-            # One dot is the section that holds the key, each further one the section around it.
-            base = at[: len(at) - ups] if ups else ()
-            parts = re.sub(r"\[([^\]]*)\]", r".\1", name.strip(".")).split(".")
-            found.add((*base, *parts))
+            found.add(_target(name, at))
     return found

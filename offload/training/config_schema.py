@@ -54,6 +54,16 @@ class AtLeast:
 
 
 @dataclasses.dataclass(frozen=True)
+class AtMost:
+    """``Annotated[int, AtMost(2**32 - 1)]``: the largest value that is taken."""
+
+    maximum: float
+
+    def problem(self, value: float) -> str | None:
+        return None if value <= self.maximum else f"expected at most {self.maximum}, got {value}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Above:
     """``Annotated[float, Above(0)]``: the value must be greater."""
 

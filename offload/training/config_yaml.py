@@ -15,12 +15,53 @@ from offload.errors import UserError
 KeyPath = tuple[str | int, ...]
 
 
+LARGEST_FILE = 2**20
+"""Bytes of a configuration file."""
+
+MOST_VALUES = 10_000
+"""Values of a configuration, each as often as aliases (``*name``) repeat it."""
+
+MOST_LEVELS = 32
+"""Levels of a configuration. OmegaConf gives up at about 100 without a word that helps."""
+
+
 class Loader(yaml.SafeLoader):
     """YAML as OmegaConf reads it (1e-5 is a float, no dates), with a key given twice as an error.
 
     Integers with leading zeros stay text: YAML 1.1 would read ``00010`` as octal, and where it occurs it
-    counts checkpoint files.
+    counts checkpoint files. What a configuration has no use for is an error: tags such as ``!!set``, more than
+    :data:`MOST_LEVELS` levels, more than :data:`MOST_VALUES` values.
     """
+
+    _level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MOST_LEVELS} levels", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        # What aliases repeat is one object here, and many wherever the values are walked.
+        if _num_values(node, {}) > MOST_VALUES:
+            problem = f"aliases (*name) make more than {MOST_VALUES:,} values of this: write fewer"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_document(node)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag not in _TAGS:
+            short = node.tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"the tag {short} has no meaning in a configuration: remove it"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError):  # `!!int many`; an integer of more digits than Python reads
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{str(node.value)[:40]!r} is no {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Before construction, where a merge (<<) puts what it overrides beside what overrides it.
@@ -34,6 +75,25 @@ class Loader(yaml.SafeLoader):
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen[key.value] = key.start_mark.line + 1
         return node
+
+
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")}
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values in a tree of nodes, aliases counted as what they stand for."""
+    if id(node) not in known:
+        known[id(node)] = 0  # what meets itself on the way down finds this
+        children = []
+        if isinstance(node, yaml.MappingNode):
+            children = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        known[id(node)] = 1 + sum(_num_values(each, known) for each in children)
+    elif known[id(node)] == 0:
+        problem = "an anchor (&name) contains a reference to itself (*name): remove it"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return known[id(node)]
 
 
 _REPLACED_TAGS = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp"}
@@ -60,7 +120,9 @@ Loader.add_implicit_resolver(
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The file as plain containers, and the line (from 1) of each key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        text = content.decode("utf-8") if len(content) <= LARGEST_FILE else None
     except FileNotFoundError:
         near = None
         if path.parent.is_dir():
@@ -69,8 +131,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise UserError(f"config file {path} does not exist{hint}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise UserError(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if text is None:
+        raise UserError(f"config file {path} is larger than {LARGEST_FILE >> 20} MiB, which no configuration is")
     try:
         loader = Loader(text)
         try:
@@ -82,19 +146,14 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise UserError(f"{path}, {yaml_problem(error)}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply") from None
     if not isinstance(tree, dict):
         kind = "nothing" if tree is None else "a list" if isinstance(tree, list) else repr(tree)[:60]
         raise UserError(f"config file {path}: expected `key: value` lines, got {kind}")
     lines: dict[KeyPath, int] = {}
     assert node is not None  # there is a tree
-    _collect_lines(node, (), lines, set())
-    try:
-        # Integers stay: a component may want a mapping from numbers.
-        wrong = [at for at, _ in walk(tree) if not isinstance(at[-1], (str, int)) or isinstance(at[-1], bool)]
-    except RecursionError:
-        raise UserError(f"{path}: an anchor (&name) contains a reference to itself (*name): remove it") from None
+    _collect_lines(node, (), lines)
+    # Integers stay: a component may want a mapping from numbers.
+    wrong = [at for at, _ in walk(tree) if not isinstance(at[-1], (str, int)) or isinstance(at[-1], bool)]
     problems = [
         f"{path}: key {dotted(at)} is a {type(at[-1]).__name__} in YAML, expected text: put it in quotes"
         for at in wrong
@@ -115,20 +174,16 @@ def yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return f"{where}: {problem}"
 
 
-def _collect_lines(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], inside: set[int]) -> None:
-    if id(node) in inside:
-        return
-    inside = inside | {id(node)}
+def _collect_lines(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> None:
+    pairs: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*at, key.value)
-            lines[here] = key.start_mark.line + 1
-            _collect_lines(value, here, lines, inside)
+        pairs = [(key.value, key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            here = (*at, index)
-            lines[here] = value.start_mark.line + 1
-            _collect_lines(value, here, lines, inside)
+        pairs = [(index, value, value) for index, value in enumerate(node.value)]
+    for part, marked, value in pairs:
+        here = (*at, part)
+        lines[here] = marked.start_mark.line + 1
+        _collect_lines(value, here, lines)
 
 
 def index_in(container: Any, part: str | int) -> Any:

@@ -37,7 +37,8 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
     from offload.training.config import load_and_check
 
     _quieten()
-    parser = argparse.ArgumentParser(description=(recipe_class.__doc__ or "").strip().splitlines()[0])
+    # `python -OO` has no docstrings.
+    parser = argparse.ArgumentParser(description=next(iter((recipe_class.__doc__ or "").strip().splitlines()), None))
     parser.add_argument("--config", required=True, metavar="PATH", help="configuration (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the configuration's")
     arguments = parser.parse_args(argv)

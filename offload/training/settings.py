@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from offload.training.config import Above, AtLeast, Component, DottedPath, Passes
+from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Passes
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
@@ -35,10 +35,10 @@ class TrainSettings:
     """What both recipes read. A recipe's ``Settings`` adds its own."""
 
     output_dir: str
-    seed: int | None = None  # null draws one and says which
+    seed: Annotated[int, AtLeast(0), AtMost(2**32 - 1)] | None = None  # null draws one and says which
     device: str = "auto"
     dtype: Literal["fp32", "bf16"] = "bf16"
-    cudnn_deterministic_mode: str | int | None = None
+    cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
 
     tokenizer: Component
     dataset: Dataset

@@ -79,6 +79,12 @@ def launches_on_default_stream(base_class: type[torch.optim.Optimizer]) -> bool:
     return _is_of(base_class, DEFAULT_STREAM_PACKAGES) or bool(getattr(base_class, "launches_on_default_stream", False))
 
 
+def needs_closure(base_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether its ``step`` cannot do without a closure that computes the loss anew."""
+    closure = inspect.signature(base_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _is_of(base_class: type[torch.optim.Optimizer], packages: tuple[str, ...]) -> bool:
     return f"{base_class.__module__}.".startswith(packages)
 

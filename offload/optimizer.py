@@ -18,6 +18,7 @@ from offload.base_class import (
     is_foreseeable,
     is_per_parameter,
     launches_on_default_stream,
+    needs_closure,
     with_fused,
 )
 from offload.engine.accumulation import HostGradients
@@ -38,7 +39,7 @@ from offload.errors import UserError
 from offload.groups import as_groups, tensors_of
 from offload.loading import check_shapes, load, set_params
 from offload.optim import unpacked
-from offload.refusals import ACCUMULATION_DTYPES, check_base, check_choices, check_patterns
+from offload.refusals import ACCUMULATION_DTYPES, check_base, check_choices, check_params, check_patterns
 from offload.state_view import StateView
 
 GIB = 2**30
@@ -125,6 +126,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> None:
         base_class = base_class_of(optimizer_class)
         groups = as_groups(params)
+        check_params(groups)
         self.strategy = strategy
         self.update_in_backward = update_in_backward
         self._is_per_parameter = is_per_parameter(base_class)
@@ -333,6 +335,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         first = len(self.param_groups)
         (group,) = as_groups([param_group])
+        check_params([group])
         self._name([group], first)
         if self._forecasts:
             self._foresee(type(self.base_optimizer), [group])
@@ -498,8 +501,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Args:
             closure: reevaluates the loss and is called once before the update (``resident`` hands it to
                 a base optimizer that does not fold the gradients' scale).
+
+        Raises:
+            UserError: without a closure, where the base optimizer needs one (``torch.optim.LBFGS``).
         """
         loss = None
+        if closure is None and needs_closure(type(self.base_optimizer)):
+            raise UserError(
+                f"step: {type(self.base_optimizer).__name__} needs a closure that computes the loss anew; call "
+                "step(closure), or use an optimizer that needs none, such as torch.optim.AdamW"
+            )
         hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._folds
         if closure is not None and not hands_closure_on:
             with torch.enable_grad():
@@ -530,6 +541,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if missing:
             copies.add(missing)
             set_params(self.base_optimizer, [[copies.of(p) for p in group["params"]] for group in self.param_groups])
+
+    # Training and evaluation
+
+    def train(self) -> None:
+        """Give parameters their values for training, where the base optimizer (of schedulefree) has others for
+        evaluation; with every other it does nothing."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Give parameters their values for evaluation and for saving; see :meth:`train`."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.base_optimizer, mode, None)
+        if switch is None:
+            return
+        self.synchronize()
+        self._push_groups()
+        switch()
+        self._pull_groups()
+        if self._copies is not None:
+            self._engine.upload([p for p in tensors_of(self.param_groups) if self._copies.of(p) is not p], self._copies)
 
     # Memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,12 +80,27 @@ def check_base(
             "optimizer.optimizer_class: torch.optim.LBFGS evaluates the model between its updates, which only "
             "strategy=resident with update_in_backward=False can do"
         )
+    if issubclass(base_class, torch.optim.SparseAdam) and (strategy != "resident" or update_in_backward):
+        raise UserError(
+            "optimizer.optimizer_class: torch.optim.SparseAdam takes sparse gradients, which cannot be offloaded; use "
+            "strategy=resident with update_in_backward=False, or torch.optim.AdamW with dense gradients"
+        )
     if not is_per_parameter(base_class) and (strategy == "stream" or update_in_backward):
         setting = "strategy=stream" if strategy == "stream" else "update_in_backward=True"
         raise UserError(
             f"optimizer.optimizer_class: {base_class.__module__}.{base_class.__qualname__} is not known to update "
             f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "
             "per_parameter = True, else use strategy=host with update_in_backward=False"
+        )
+
+
+def check_params(groups: list[dict[str, Any]]) -> None:
+    """Refuse parameters of a kind that the engine cannot update."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and any(isinstance(param, distributed.DTensor) for param in tensors_of(groups)):
+        raise UserError(
+            "optimizer: parameters are DTensors (FSDP2, tensor parallelism), which OffloadOptimizer does not support; "
+            "train on one device, or use the base optimizer itself"
         )
 
 

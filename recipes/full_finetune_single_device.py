@@ -36,6 +36,7 @@ from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
+from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler
 
@@ -143,7 +144,10 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
     def save_checkpoint(self) -> Path:
         """Save the model and all that a resume needs; returns the folder."""
         self.synchronize_optimizer()
-        return self.checkpoints.save(self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state())
+        with evaluation_weights(self.optimizer):
+            return self.checkpoints.save(
+                self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state()
+            )
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from offload.training.lora import (
     prepare_adapter,
 )
 from offload.training.model import build_model
+from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler
 
@@ -155,13 +156,14 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
         """Save the adapter, the merged model unless it is not wanted, and all that a resume needs."""
         only_adapter = self.settings.save_adapter_weights_only
         self.synchronize_optimizer()
-        return self.checkpoints.save(
-            self.global_step,
-            model=None if only_adapter else merged_weights(self.model),
-            adapter=adapter_weights(self.model),
-            adapter_config=adapter_config(self.model),
-            recipe_state=self.recipe_state(),
-        )
+        with evaluation_weights(self.optimizer):
+            return self.checkpoints.save(
+                self.global_step,
+                model=None if only_adapter else merged_weights(self.model),
+                adapter=adapter_weights(self.model),
+                adapter_config=adapter_config(self.model),
+                recipe_state=self.recipe_state(),
+            )
 
 
 if __name__ == "__main__":

@@ -606,6 +606,7 @@ def test_a_discarded_optimizer_leaves_no_hooks_behind() -> None:
         ({"optimizer_class": "torch.optim.Adamm"}, "torch.optim.Adam"),
         ({"optimizer_class": "torch.nn.Linear"}, "not a torch.optim.Optimizer"),
         ({"optimizer_class": "torch.optim.LBFGS"}, "strategy=resident"),
+        ({"optimizer_class": "torch.optim.SparseAdam"}, "strategy=resident"),
         ({"optimizer_class": "offload.OffloadOptimizer"}, "cannot offload itself"),
     ],
     ids=lambda v: None if isinstance(v, str) else name(v),
@@ -615,6 +616,51 @@ def test_refusals_name_the_key_and_the_way_out(kwargs: dict[str, Any], message: 
         OffloadOptimizer(make_model().parameters(), **kwargs)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).startswith("optimizer.")
+
+
+def test_lbfgs_without_a_closure_is_refused_by_name() -> None:
+    model = make_model()
+    optimizer = OffloadOptimizer(model.parameters(), torch.optim.LBFGS, strategy="resident")
+    with pytest.raises(UserError, match=r"LBFGS needs a closure .* call step\(closure\)"):
+        optimizer.step()
+
+
+def test_lbfgs_with_a_closure_is_torchs() -> None:
+    def train(build: Any) -> list[torch.Tensor]:
+        model = make_model()
+        (inputs, targets), *_ = next(batches(1))
+        optimizer = build(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [p.detach() for p in model.parameters()]
+
+    ours = train(lambda params: OffloadOptimizer(params, torch.optim.LBFGS, strategy="resident", lr=0.1))
+    assert all(map(torch.equal, ours, train(lambda params: torch.optim.LBFGS(params, lr=0.1))))
+
+
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+def test_dtensors_are_refused(tmp_path: Any, strategy: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,))))
+        with pytest.raises(UserError, match=r"^optimizer: .*DTensors.*base optimizer itself$"):
+            OffloadOptimizer([param], strategy=strategy, lr=0.1)
+        optimizer = OffloadOptimizer([nn.Parameter(torch.ones(2))], strategy=strategy, lr=0.1)
+        with pytest.raises(UserError, match="DTensors"):
+            optimizer.add_param_group({"params": [param]})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_config_signature_joins_both_classes() -> None:

@@ -431,13 +431,19 @@ class Engine:
         """Inside, the host copies have the gradients; for a step of the whole base optimizer on the CPU."""
         self.settle()
         scale = self._take_scale()
+        on_host = scale
+        if scale is not None and not self._runtime.is_on_host(scale):
+            on_host = self._on_the_host(scale)
         updated = []
         for param in self._pieces:
             gradient = self._gradient(param)
             if gradient is not None:
-                values = gradient.values.cpu()
-                if scale is not None and not self._step.folds:
-                    values.mul_(scale)
+                values = gradient.values
+                factor = on_host if gradient.on_host else scale
+                if factor is not None and not self._step.folds:
+                    values.mul_(factor)
+                if not gradient.on_host:
+                    values = self._on_the_host(values)
                 copies.of(param).grad = values.to(param.dtype)
                 updated.append(param)
         self.norms.clear()
@@ -447,6 +453,12 @@ class Engine:
         finally:
             for param in updated:
                 copies.of(param).grad = None
+
+    def _on_the_host(self, values: Tensor) -> Tensor:
+        """A copy of a device tensor in pageable host memory, at once."""
+        host = torch.empty_like(values, device="cpu")
+        self._runtime.copy(host, values, "down", (self._runtime.record(),), "gradient down").synchronize()
+        return host
 
     def upload(self, params: Iterable[nn.Parameter], copies: HostCopies) -> None:
         """Bring updated host copies to the device, at once."""

@@ -24,6 +24,7 @@ from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
 from offload.training.loss import IGNORE_INDEX, SummedLoss
 from offload.training.model import compile_layers, num_parameters, prepare_activations
+from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
 from offload.training.progress import say
 from offload.training.reporting import Reporter
 from offload.training.settings import TrainSettings
@@ -69,6 +70,7 @@ class FinetuneRecipe:
         from torchtune.training import set_seed
 
         settings = self.settings
+        check_optimizer(settings.optimizer)
         self.device, reason = find_device(settings.device)
         self.dtype = find_dtype(settings.dtype, self.device)
         say(reason)
@@ -180,12 +182,14 @@ class FinetuneRecipe:
         self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
         if resumed:
             state = resumed.recipe_state
+            check_resumed(state["config"], self.cfg, self.optimizer)
             saved = state["optimizer"]
             if not getattr(self.optimizer, "owns_loaded_states", False):
                 saved = unpacked(saved, [p for group in self.optimizer.param_groups for p in group["params"]])
             self.optimizer.load_state_dict(saved)
             if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        set_mode(self.optimizer, "train")
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
@@ -219,7 +223,8 @@ class FinetuneRecipe:
         limit = self.settings.evaluation.max_batches
         if limit is not None:
             batches = (batch for _, batch in zip(range(limit), batches, strict=False))
-        return evaluate(self.loss, self.model, batches, self.device)
+        with evaluation_weights(self.optimizer):
+            return evaluate(self.loss, self.model, batches, self.device)
 
     def synchronize_optimizer(self) -> None:
         """Wait for updates that are still under way, before parameters are read outside of the model's forward."""

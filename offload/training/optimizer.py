@@ -1,0 +1,125 @@
+"""A run's optimizer: what no recipe can train with is refused by name, and so is a state that it cannot go on with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from offload.base_class import needs_closure
+from offload.component import resolve
+from offload.errors import UserError
+
+PACKAGES = ("torch.optim", "torchao.optim", "bitsandbytes.optim", "offload.optim", "schedulefree")
+"""Packages that name their optimizers' classes; these lie in modules below."""
+
+INTERCHANGEABLE = {"torch.optim.Adam", "torch.optim.AdamW", "offload.optim.Adam", "offload.optim.AdamW"}
+"""Optimizers that take each other's states."""
+
+
+def paths_of(section: Mapping[str, Any]) -> list[str]:
+    """The classes whose arithmetic an ``optimizer`` section asks for, as dotted paths: one for each entry of
+    ``param_groups``, and last the one for all else."""
+    component = section["_component_"]
+    is_wrapper = component.startswith("offload.") and component.endswith("OffloadOptimizer")
+    if not is_wrapper and "optimizer_class" not in section:
+        return [_public(component)]
+    rest = section.get("optimizer_class", "torch.optim.AdamW")
+    groups = section.get("param_groups") or []
+    return [_public(group.get("optimizer_class", rest)) for group in groups] + [_public(rest)]
+
+
+def _public(path: str) -> str:
+    """The path by which a package names a class that lies in one of its modules."""
+    package = next((package for package in PACKAGES if path.startswith(f"{package}.")), None)
+    return path if package is None else f"{package}.{path.rpartition('.')[2]}"
+
+
+def check_optimizer(section: DictConfig) -> None:
+    """Refuse optimizers that no recipe can step, before anything is built.
+
+    Raises:
+        UserError: names the class and what to use.
+    """
+    path = section["_component_"]
+    if path.startswith("torchao.") and path.endswith(".CPUOffloadOptimizer"):
+        raise UserError(
+            f"optimizer: {path} trains over clipping and accumulation without a word, runs on CUDA and XPU only, and "
+            "takes no dotted path; use optimizer=offload.TorchAOCPUOffloadOptimizer, which is the same with refusals, "
+            "or optimizer=offload.OffloadOptimizer"
+        )
+    for name in dict.fromkeys(paths_of(section)):
+        kind = resolve(name, key="optimizer")
+        if not isinstance(kind, type):
+            continue  # a function that builds one
+        if needs_closure(kind):
+            raise UserError(
+                f"optimizer: {name} needs a closure that computes the loss anew in every step, which recipes do not "
+                "give; use torch.optim.AdamW or another class whose step() needs none"
+            )
+        if issubclass(kind, torch.optim.SparseAdam):
+            raise UserError(
+                f"optimizer: {name} takes sparse gradients only, and those of these models are dense; use "
+                "torch.optim.AdamW"
+            )
+
+
+def check_resumed(saved: Mapping[str, Any], cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to go on with the state of another optimizer, or in a dtype that its states are not in.
+
+    Args:
+        saved: configuration of the run that saved the state.
+        cfg: of this run.
+        optimizer: of this run.
+
+    Raises:
+        UserError: names both, and how to go on.
+    """
+    start_anew = (
+        "or begin a new run from its weights: checkpointer.checkpoint_dir=<the checkpoint's folder>, an output_dir of "
+        "its own and resume_from_checkpoint=False"
+    )
+    if saved.get("optimizer"):
+        before, after = paths_of(saved["optimizer"]), paths_of(cfg.optimizer)
+        if len(before) != len(after):
+            raise UserError(
+                f"optimizer.param_groups: the checkpoint's run had {len(before) - 1} of them, this one has "
+                f"{len(after) - 1}; give those of its configuration, {start_anew}"
+            )
+        for old, new in zip(before, after, strict=True):
+            if old != new and not {old, new} <= INTERCHANGEABLE:
+                raise UserError(
+                    f"optimizer: the checkpoint holds the state of {old}, with which {new} cannot go on; resume with "
+                    f"{old}, {start_anew}"
+                )
+    keeps_dtypes = getattr(optimizer, "owns_loaded_states", None) is False
+    if keeps_dtypes and saved.get("dtype", cfg.dtype) != cfg.dtype:
+        raise UserError(
+            f"dtype: the checkpoint's run was in {saved['dtype']}, and so are its optimizer's states, with which a run "
+            f"in {cfg.dtype} cannot go on; set dtype={saved['dtype']}, or "
+            f"optimizer.optimizer_class=offload.optim.AdamW where it was an AdamW, which converts them, {start_anew}"
+        )
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
+    """Tell an optimizer that keeps other weights for evaluation than for training (schedulefree) which it is.
+
+    Args:
+        mode: ``train`` or ``eval``.
+    """
+    switch = getattr(optimizer, mode, None)
+    if switch is not None:
+        switch()
+
+
+@contextlib.contextmanager
+def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, parameters have the values to evaluate and to save."""
+    set_mode(optimizer, "eval")
+    try:
+        yield
+    finally:
+        set_mode(optimizer, "train")

@@ -1,0 +1,1 @@
+"""What a model is to the recipes, whoever defines it."""

@@ -1,0 +1,159 @@
+"""LoRA and its relatives on a transformers model, by peft: training it, saving it, merging it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.units import clean_name
+from offload.errors import UserError
+from offload.models.huggingface.model import HuggingFaceModel
+
+ADAPTER = "default"
+"""The name that peft gives to a model's only adapter."""
+
+_PREFIX = "base_model.model."
+
+
+class AdaptedModel(HuggingFaceModel):
+    """A frozen model with an adapter that trains.
+
+    Args:
+        base: the model; its modules are wrapped in place.
+        config: a ``peft.LoraConfig``, or another of peft's configurations whose adapter can be merged.
+
+    Raises:
+        UserError: for targets that the model does not have, and what else peft refuses.
+    """
+
+    def __init__(self, base: HuggingFaceModel, config: Any) -> None:
+        from peft import get_peft_model
+
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = base.name_or_path
+        config.task_type = config.task_type or "CAUSAL_LM"
+        try:
+            module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error
+        super().__init__(module, name_or_path=base.name_or_path)
+        for _, layer in _adapted(module):
+            if not hasattr(layer, "merge"):
+                raise UserError(f"adapter: {type(layer).__name__} cannot be merged into the model; use peft.LoraConfig")
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors under peft's names, where they are."""
+        from peft import get_peft_model_state_dict
+
+        weights: dict[str, Tensor] = get_peft_model_state_dict(self._model, save_embedding_layers=False)
+        return {clean_name(name): tensor.detach() for name, tensor in weights.items()}
+
+    def load_adapter(self, weights: Mapping[str, Tensor]) -> None:
+        """Load all of an adapter.
+
+        Args:
+            weights: as :meth:`adapter_weights` gives them.
+
+        Raises:
+            UserError: where it is not the adapter of a model like this.
+        """
+        from peft import set_peft_model_state_dict
+
+        expected = self.adapter_weights()
+        way_out = "set adapter as it was in that run, or start anew in another output_dir"
+        for name in {**expected, **weights}:
+            if name not in weights:
+                raise UserError(f"adapter: the checkpoint's adapter has no {name}; {way_out}")
+            if name not in expected:
+                raise UserError(f"adapter: the checkpoint's adapter has {name}, the model has not; {way_out}")
+            if weights[name].shape != expected[name].shape:
+                raise UserError(
+                    f"adapter: {name} is {list(weights[name].shape)} in the checkpoint's adapter, the model has "
+                    f"{list(expected[name].shape)}; {way_out}"
+                )
+        set_peft_model_state_dict(self._model, dict(weights), adapter_name=ADAPTER)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter into ``folder`` in peft's own format."""
+        # Without asking whether the base's vocabulary was resized, which looks at the hub.
+        self._model.save_pretrained(folder, save_embedding_layers=False)
+
+    def merged_weights(self) -> Mapping[str, Tensor]:
+        """The base model's weights with the adapter merged in, under its own names; each is made when it is asked for,
+        and the live model is not touched."""
+        return _Merged(self._model)
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+        """Write the base model with ``weights``, of :meth:`merged_weights`."""
+        self._model.get_base_model().save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_bytes)
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer))
+
+
+class _Merged(Mapping[str, Tensor]):
+    """Weights of a model under an adapter, merged one at a time."""
+
+    def __init__(self, model: Any) -> None:
+        from peft.utils.other import ModulesToSaveWrapper
+
+        self._of: dict[str, tuple[nn.Module, str]] = {}
+        self._adapted = {id(layer) for _, layer in _adapted(model)}
+        inside: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            if name.startswith(inside) and inside:
+                continue
+            plain = clean_name(name).removeprefix(_PREFIX)
+            if id(module) in self._adapted:
+                inside = (*inside, f"{name}.")
+                owned: nn.Module = module.get_base_layer()
+            elif isinstance(module, ModulesToSaveWrapper):
+                inside = (*inside, f"{name}.")
+                owned = module.modules_to_save[ADAPTER]
+            else:
+                owned = module
+            recurse = owned is not module
+            for attribute, _ in [*owned.named_parameters(recurse=recurse), *_persistent(owned, recurse)]:
+                source = module if id(module) in self._adapted else owned
+                self._of[f"{plain}.{attribute}" if plain else attribute] = (source, attribute)
+
+    def __getitem__(self, name: str) -> Tensor:
+        module, attribute = self._of[name]
+        if id(module) in self._adapted:
+            return _merged_layer(module, attribute)
+        return _get(module, attribute)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+@torch.no_grad()
+def _merged_layer(layer: Any, attribute: str) -> Tensor:
+    """A tensor of an adapted layer's base as it is after merging, from a copy of the layer."""
+    copied = copy.deepcopy(layer)
+    copied.merge()
+    return _get(copied.get_base_layer(), attribute)
+
+
+def _persistent(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    names = module.state_dict().keys()
+    return ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name in names)
+
+
+def _get(module: nn.Module, attribute: str) -> Tensor:
+    value: Any = module
+    for part in attribute.split("."):
+        value = getattr(value, part)
+    tensor: Tensor = value.detach()
+    return tensor

@@ -1,0 +1,162 @@
+"""A transformers model from a folder, on its device, without a second copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from offload.errors import UserError
+from offload.models.huggingface.model import HuggingFaceModel
+
+LEAST_VERSION = (5, 0)
+"""Weight conversions that are undone by ``save_pretrained`` begin there."""
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> HuggingFaceModel:
+    """The model in a folder in Hugging Face's format, each tensor read straight to where it stays.
+
+    Args:
+        path: holds ``config.json`` and safetensors files.
+        device: where the model goes.
+        dtype: of its parameters.
+        attn_implementation: ``sdpa``, ``flash_attention_2``, ``flash_attention_3``, ``flex_attention`` or ``eager``;
+            None for ``sdpa`` where the model can, else ``eager``.
+        trust_remote_code: run the Python files that a folder brings.
+
+    Raises:
+        UserError: for a folder that holds no such model or only part of its weights.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < LEAST_VERSION:
+        wanted = ".".join(map(str, LEAST_VERSION))
+        raise UserError(
+            f"model: transformers {transformers.__version__} is too old, {wanted} or newer is needed: "
+            f"pip install 'transformers>={wanted}'"
+        )
+    folder = Path(path).expanduser().absolute()
+    _check_folder(folder)
+    config = _read_config(folder, trust_remote_code)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # and told by name
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise _explained(folder, error, attn_implementation) from error
+    model, report = loaded
+    _check_report(folder, report)
+    if device.type == "cpu":
+        _into_own_memory(model)
+    return HuggingFaceModel(model)
+
+
+def _into_own_memory(model: nn.Module) -> None:
+    """Move tensors out of the mapped files, where no kernel's alignment is kept and each write copies a page."""
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path: there is no folder {folder}: download one with "
+            f"`tune download OWNER/MODEL --output-dir {folder}`"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: {folder} has no config.json: it is not a model in Hugging Face's format")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: cannot read {folder / 'config.json'}: {error}: download it again") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"model.path: {folder / 'config.json'} names no model_type: it is not a model's configuration")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"model.path: {folder} has no safetensors files: download the weights, or convert them")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.path: {file} is damaged ({error}): download it again") from error
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """The model's configuration, with whose values a model can be made."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # the values' checks raise what they like
+        raise _explained(folder, error) from error
+    if not trust_remote_code:
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            raise _explained(folder, error) from error
+    return config
+
+
+def _explained(folder: Path, error: Exception, attn_implementation: str | None = None) -> UserError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in text:
+        return UserError(
+            f"model.path: {folder} brings Python files of its own that the model needs; read them, and allow them "
+            "with model.trust_remote_code=True"
+        )
+    if "Unrecognized configuration class" in text:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        return UserError(f"model.path: {folder} holds a {kind}, which is no causal language model of transformers")
+    if "does not recognize this architecture" in text:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        return UserError(
+            f"model.path: the installed transformers does not know the model type {kind!r} of {folder}: "
+            "pip install --upgrade transformers"
+        )
+    if attn_implementation is not None and "attention" in text.lower():
+        return UserError(
+            f"model.attn_implementation={attn_implementation}: {_first_sentence(text)}: leave it out for one that "
+            "the model can use"
+        )
+    return UserError(f"model.path: {folder} cannot be loaded: {type(error).__name__}: {_first_sentence(text)}")
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0][:300].rstrip(".")
+
+
+def _check_report(folder: Path, report: dict[str, Any]) -> None:
+    """Refuse weights that are missing or of another shape; transformers makes up random ones."""
+    mismatched = [
+        name if isinstance(name, str) else f"{name[0]} is {list(name[1])}, the model has {list(name[2])}"
+        for name in report.get("mismatched_keys", ())
+    ]
+    problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))] + sorted(mismatched)
+    problems += [str(message) for message in report.get("error_msgs", ())]
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise UserError(
+            f"model.path: the weights in {folder} do not fit its config.json: {problems[0]}{more}; download it again"
+        )

@@ -1,0 +1,101 @@
+"""A causal language model of transformers, as the recipes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.units import clean_name
+from offload.models.huggingface.head import Head
+
+
+class HuggingFaceModel:
+    """A :class:`offload.models.protocol.CausalLM` around any model that ``AutoModelForCausalLM`` makes.
+
+    Where the class holds more than a language model (``…ForConditionalGeneration``: towers for images and sound), the
+    rest is frozen and carried along, so that a checkpoint has all that the original had.
+
+    Args:
+        module: the model, with its weights.
+        name_or_path: where it came from: a folder, or a repository of the hub.
+
+    Attributes:
+        frozen: names of the submodules that are not part of the language model.
+    """
+
+    def __init__(self, module: Any, *, name_or_path: str | None = None) -> None:
+        self.module: nn.Module = module
+        self.name_or_path = name_or_path or module.config.name_or_path
+        self._model = module
+        self.frozen = _freeze_other_towers(module)
+        self._head = Head(module, module.config.get_text_config())
+        self.has_separate_head = self._head.is_whole(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
+        return self._head.input_of(_arguments(inputs))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return list(self._head.module.parameters())
+
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        logits: Tensor = self._model(**_arguments(inputs)).logits
+        return logits
+
+    def checkpoint_activations(self) -> None:
+        """As the protocol says.
+
+        Raises:
+            ValueError: for a class that does not support it.
+        """
+        enable = getattr(self._model, "activation_checkpointing_enable", None)
+        if enable is None:  # transformers < 5.20
+            enable = self._model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+
+    def compile_layers(self) -> None:
+        for name, module in self.module.named_modules():
+            parent, _, last = name.rpartition(".")
+            if last.isdigit() and not any(part.isdigit() for part in parent.split(".")):
+                module.compile()
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+        self._model.save_pretrained(
+            folder,
+            state_dict={clean_name(name): tensor for name, tensor in weights.items()},
+            max_shard_size=max_shard_bytes,
+        )
+
+
+def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's keyword arguments; there is nothing to cache in training."""
+    arguments = {"input_ids": inputs["tokens"], "use_cache": False}
+    if inputs.get("positions") is not None:
+        arguments["position_ids"] = inputs["positions"]
+    return arguments
+
+
+def _freeze_other_towers(model: Any) -> list[str]:
+    """Freeze what does not belong to the language model; returns the names of those submodules."""
+    if model.config.get_text_config() is model.config:
+        return []
+    language = {id(module) for module in model.get_decoder().modules()}
+    language |= {id(module) for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module}
+    kept = {id(p) for module in model.modules() if id(module) in language for p in module.parameters(recurse=False)}
+    frozen: dict[str, None] = {}
+    for name, param in model.named_parameters():
+        if id(param) not in kept:
+            param.requires_grad_(False)
+            prefix = name.removeprefix("model.").split(".")[0]
+            frozen[prefix] = None
+    return list(frozen)

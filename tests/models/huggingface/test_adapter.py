@@ -1,0 +1,163 @@
+"""Adapters by peft: they train alone, come back from a checkpoint, and merge into a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import OffloadOptimizer
+from offload.errors import UserError
+from offload.models.huggingface import AdaptedModel, load
+from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
+from tests.models.huggingface import families  # type: ignore[import-not-found]
+from tests.models.huggingface.test_families import batch, fused_loss, trained  # type: ignore[import-not-found]
+
+CPU = torch.device("cpu")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "target_modules": "all-linear"},
+    "dora": {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "rslora": {"r": 4, "target_modules": r".*\.(q_proj|down_proj)", "use_rslora": True},
+    "ranks": {"r": 4, "target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 2}},
+    "head": {"r": 4, "target_modules": ["q_proj", "lm_head"]},
+    "saved": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    families.save("llama", path)
+    return path
+
+
+def adapted(folder: Path, kind: str) -> AdaptedModel:
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    model = AdaptedModel(load(folder, device=CPU, dtype=torch.float32), LoraConfig(**KINDS[kind]))
+    with torch.no_grad():  # LoRA's second factor begins at 0
+        for name, param in trained(model.module):
+            if "lora_magnitude" not in name:
+                param.add_(torch.randn_like(param), alpha=0.1)
+    return model
+
+
+def logits_of(model: Any) -> Tensor:
+    tokens, _ = batch(0)
+    model.module.eval()
+    with torch.no_grad():
+        logits: Tensor = model.logits({"tokens": tokens})
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_adapter_trains_and_as_plain_adamw_does(folder: Path, kind: str, threaded: ThreadedRuntime) -> None:
+    model, plain = adapted(folder, kind), adapted(folder, kind)
+    base = {name: p.detach().clone() for name, p in model.module.named_parameters() if not p.requires_grad}
+    names = [name for name, _ in trained(model.module)]
+    assert names and all("lora_" in name or "modules_to_save" in name for name in names)
+    assert model.has_separate_head
+    model.checkpoint_activations()
+    model.module.train()
+    plain.module.train()
+    optimizer = OffloadOptimizer(
+        trained(model.module),
+        "torch.optim.AdamW",
+        model=model.module,
+        strategy="stream",
+        update_in_backward=True,
+        lr=1e-2,
+        fused=True,
+    )
+    reference = torch.optim.AdamW([p for _, p in trained(plain.module)], lr=1e-2, fused=True)
+    for step in range(3):
+        tokens, labels = batch(step)
+        fused_loss(plain, tokens, labels).backward()
+        fused_loss(model, tokens, labels).backward()
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    for (name, param), (_, expected) in zip(trained(model.module), trained(plain.module), strict=True):
+        assert torch.equal(param, expected), name
+    for name, param in model.module.named_parameters():
+        assert name not in base or torch.equal(param, base[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_comes_back_through_our_state_and_through_peft(folder: Path, kind: str, tmp_path: Path) -> None:
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = adapted(folder, kind)
+    expected = logits_of(model)
+    weights = {name: tensor.clone() for name, tensor in model.adapter_weights().items()}
+    model.save_adapter(tmp_path)
+    other = adapted(folder, kind)
+    with torch.no_grad():
+        for _, param in trained(other.module):
+            param.mul_(2)
+    other.load_adapter(weights)
+    assert torch.equal(logits_of(other), expected)
+
+    assert PeftConfig.from_pretrained(str(tmp_path)).base_model_name_or_path == str(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=batch(0)[0]).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_gives_a_plain_model_and_leaves_the_live_one_alone(folder: Path, kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = adapted(folder, kind)
+    expected = logits_of(model)
+    before = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    model.save(tmp_path, model.merged_weights(), max_shard_bytes=2**30)
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param, before[name]), name
+    assert torch.equal(logits_of(model), expected)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        got = merged(input_ids=batch(0)[0]).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    base = logits_of(load(folder, device=CPU, dtype=torch.float32))
+    assert not torch.allclose(got, base, rtol=1e-4, atol=1e-3)
+
+
+def test_merging_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    families.save("qwen3", tmp_path / "base")
+    base = load(tmp_path / "base", device=CPU, dtype=torch.float32)
+    model = AdaptedModel(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    expected = logits_of(model)
+    model.save(tmp_path / "merged", model.merged_weights(), max_shard_bytes=2**30)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=batch(0)[0]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_is_one_line(folder: Path) -> None:
+    from peft import LoraConfig
+
+    base = load(folder, device=CPU, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"adapter: Target modules .*nothing_like_it.* not found"):
+        AdaptedModel(base, LoraConfig(target_modules=["nothing_like_it"]))
+    model = adapted(folder, "lora")
+    weights = dict(model.adapter_weights())
+    name = next(iter(weights))
+    with pytest.raises(UserError, match="has no base_model"):
+        model.load_adapter({n: w for n, w in weights.items() if n != name})
+    with pytest.raises(UserError, match="has other, the model has not"):
+        model.load_adapter({**weights, "other": weights[name]})
+    with pytest.raises(UserError, match=r"is \[1\] in the checkpoint's adapter"):
+        model.load_adapter({**weights, name: torch.zeros(1)})

@@ -1,0 +1,142 @@
+"""Folders that hold a model, and folders that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload.errors import UserError
+from offload.models.huggingface import load
+from tests.models.huggingface import families  # type: ignore[import-not-found]
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    families.save("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def edit(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def refused(folder: Path, says: str, **options: object) -> None:
+    with pytest.raises(UserError) as caught:
+        load(folder, device=CPU, dtype=torch.float32, **options)  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert re.search(says, text), text
+    assert "\n" not in text and len(text) < 600
+
+
+def test_weights_are_in_the_dtype_that_was_asked_for_and_in_memory_of_their_own(folder: Path) -> None:
+    model = load(folder, device=CPU, dtype=torch.bfloat16)
+    assert {param.dtype for param in model.module.parameters()} == {torch.bfloat16}
+    expected = load_file(folder / "model.safetensors")
+    found = dict(model.module.named_parameters())
+    assert {name: tensor.to(torch.bfloat16).tolist() for name, tensor in expected.items()} == {
+        name: found[name].tolist() for name in expected
+    }
+    assert {param.data_ptr() % 64 for param in found.values()} == {0}
+    # Another file in its place changes nothing in a model that was read before.
+    first = next(iter(found.values()))
+    before = first.detach().clone()
+    with open(folder / "model.safetensors", "r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        file.write(b"\0" * size)
+    assert torch.equal(first, before)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", r"model.path: there is no folder .*tune download")
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refused(folder, r"has no config\.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"llama"', "\x00"])
+def test_a_broken_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    refused(folder, r"model\.path: .*config\.json")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no safetensors files")
+
+
+def test_truncated_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(folder, r"model\.path: .*model\.safetensors is damaged")
+
+
+def test_weights_that_lack_a_tensor_or_have_another_shape(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, path, metadata={"format": "pt"})
+    refused(folder, r"do not fit its config\.json: model\.norm\.weight is missing")
+    save_file({**weights, "model.norm.weight": norm[:-1].clone()}, path, metadata={"format": "pt"})
+    refused(folder, r"model\.norm\.weight is \[31\], the model has \[32\]")
+
+
+def test_a_shard_of_an_index_is_missing(original: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(original).save_pretrained(tmp_path, max_shard_size="40KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[0].unlink()
+    refused(tmp_path, rf"{shards[0].name}")
+
+
+def test_a_model_of_an_unknown_type(folder: Path) -> None:
+    edit(folder, model_type="llama9")
+    refused(folder, r"does not know the model type 'llama9'.*pip install --upgrade transformers")
+
+
+def test_a_model_that_is_no_language_model(folder: Path) -> None:
+    edit(folder, model_type="vit")
+    refused(folder, "holds a vit, which is no causal language model")
+
+
+def test_a_model_that_brings_code(folder: Path, tmp_path: Path) -> None:
+    edit(folder, model_type="mine", auto_map={"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"})
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    refused(folder, r"brings Python files of its own.*model\.trust_remote_code=True")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_attention_that_is_not_there(folder: Path) -> None:
+    refused(folder, r"model\.attn_implementation=sdpaa: ", attn_implementation="sdpaa")
+
+
+def test_an_attention_that_the_model_cannot_use(tmp_path: Path) -> None:
+    families.save("bloom", tmp_path)
+    refused(tmp_path, r"model\.attn_implementation=sdpa: BloomForCausalLM does not support", attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_attention_heads": 0}, {"hidden_size": -1}, {"num_hidden_layers": "two"}, {"rope_parameters": 3}]
+)
+def test_a_config_of_odd_values(folder: Path, values: dict[str, object]) -> None:
+    edit(folder, **values)
+    refused(folder, r"model\.path: ")

@@ -52,26 +52,40 @@ class Prompt:
     """Section ``prompt``."""
 
     user: str
+    """what to answer"""
     system: str | None = None
+    """instructions that precede it"""
 
 
 @dataclass(kw_only=True)
 class Settings:
     """Everything that this recipe reads from its configuration."""
 
-    model: Component  # without adapters: those of a checkpoint are merged
+    model: Component
+    """without adapters: those of a checkpoint are merged"""
     tokenizer: Component
+    """the one that the model was trained with"""
     checkpointer: Checkpointer
-    base_checkpoint_dir: str | None = None  # null: where the adapter's training found its base
+    """the folder of a run, of a checkpoint or of a downloaded model"""
+    base_checkpoint_dir: str | None = None
+    """base of a checkpoint that is an adapter alone; null: where its training found it"""
     device: str = "auto"
+    """auto (the accelerator if there is one), cpu, cuda, xpu, or one of several as cuda:1"""
     dtype: Literal["fp32", "bf16"] = "bf16"
+    """of the parameters and of what is computed with them"""
     seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] | None = None
+    """of the choice of tokens; null: another answer each time, where temperature is not 0"""
 
     prompt: Prompt
+    """the question"""
     max_new_tokens: Annotated[int, AtLeast(1)] = 200
+    """length of the answer at most"""
     temperature: Annotated[float, AtLeast(0)] = 0.0
+    """0 takes the likeliest token; the more, the more surprising"""
     top_k: Annotated[int, AtLeast(1)] | None = None
+    """choose among so many likeliest tokens; null: among all"""
     enable_kv_cache: bool = True
+    """keep what was computed for earlier tokens: faster, for some memory"""
 
 
 class GenerateRecipe:

@@ -58,6 +58,7 @@ class Settings(TrainSettings):
     """Everything that this recipe reads from its configuration."""
 
     save_adapter_weights_only: bool = False
+    """save the adapter without the merged model"""
 
 
 class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):

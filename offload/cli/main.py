@@ -7,6 +7,7 @@ command, imported at that moment and not before.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -50,7 +51,7 @@ overrides (our recipes):
   ~key              removes a key from the config
   +key=value        adds a key that the config does not have
 
-Every key, value and component is checked before any weight is loaded.
+`tune run RECIPE --help` lists the recipe's keys. Every key, value and component is checked before any weight is loaded.
 
 examples:
   tune run full_finetune_single_device --config tiny_llama_offload max_steps_per_epoch=20
@@ -76,11 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     own ``SystemExit`` is passed through.
     """
     _startup.disarm()
+    _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()  # here, where an error has a handler, and not at Python's end
+        return status
     except UserError as error:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
@@ -88,8 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `tune cat NAME | head`: the reader has enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if arguments[:1] == ["run"]:
+            raise
+        print(f"error: cannot write the answer: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Stand-ins for standard streams that the caller closed (``>&-``): a file would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free is the closed one, since those below are open.
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            opened = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(opened, "w" if number else "r"))  # noqa: SIM115
 
 
 def script() -> NoReturn:
@@ -101,6 +124,10 @@ def _dispatch(arguments: list[str]) -> int:
     # `run` passes most of its words on, to the recipe or to torchrun: argparse must not interpret them.
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
+    if arguments[:1] == ["validate"]:
+        from offload.training.launch import as_override
+
+        arguments = [as_override(word) for word in arguments]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
         from offload.component import nearest
 
@@ -144,7 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     cp.add_argument("file", help="a recipe or config from `tune ls`")
     cp.add_argument("destination", help="a file, or a folder to put it into; the suffix may be left out")
-    cp.add_argument("-n", "--no-clobber", action="store_true", help="leave an existing destination as it is")
+    existing = cp.add_mutually_exclusive_group()
+    existing.add_argument("-f", "--force", action="store_true", help="replace an existing destination")
+    existing.add_argument("-n", "--no-clobber", action="store_true", help="leave it as it is, without an error")
     cp.add_argument("--make-parents", action="store_true", help="make the destination's missing folders")
     cp.set_defaults(execute=_cp)
 
@@ -201,11 +230,15 @@ def _cp(args: argparse.Namespace) -> int:
     try:
         if args.make_parents:
             destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, destination)
+        if destination.exists() and destination.samefile(source):
+            raise UserError(f"{destination} is the file itself: give another destination")
+        # Not asked beforehand: a file that appears in between must not be lost either.
+        with open(source, "rb") as original, open(destination, "wb" if args.force else "xb") as copy:
+            shutil.copyfileobj(original, copy)
+    except FileExistsError:
+        raise UserError(f"{destination} exists already: give another destination, or --force to replace it") from None
     except FileNotFoundError:
         raise UserError(f"{destination.parent} does not exist: make it, or add --make-parents") from None
-    except shutil.SameFileError:
-        raise UserError(f"{destination} is the file itself: give another destination") from None
     except OSError as error:
         raise UserError(f"cannot write {destination}: {error.strerror}") from None
     print(f"Copied to {destination}")
@@ -291,12 +324,21 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_RUN_HELP, end="")
         return 0
-    run = _split_run(arguments)
-    if run.rest[:1] in (["-h"], ["--help"]):
-        print(_RUN_HELP, end="")
-        return 0
     from offload.cli.handover import torchtune
 
+    if "-h" in arguments or "--help" in arguments:
+        at = _recipe_position(arguments)
+        recipe = registry.find_recipe(arguments[at]) if at is not None else None
+        if recipe is None:
+            print(_RUN_HELP, end="")
+            return 0
+        if not recipe.ours:
+            return torchtune(["run", recipe.name, "--help"])
+        from offload.cli import recipe_help
+
+        print(recipe_help.text(recipe))
+        return 0
+    run = _split_run(arguments)
     config = registry.find_config(run.config)
     recipe = registry.find_recipe(run.recipe, config=config)
     if not recipe.ours:

@@ -60,22 +60,23 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     Raises:
         UserError: the problems, one per line.
     """
-    from offload.training import torchao_shim
-
-    torchao_shim.install()
     from offload.training.config import load_and_check
     from offload.training.tiny import register_resolvers
 
-    schema = getattr(_load(recipe.path), "Settings", None)
+    schema = getattr(load_recipe(recipe.path), "Settings", None)
     if schema is None:
         raise UserError(f"{recipe.name} declares no class Settings, so it has nothing to check against")
     register_resolvers()
     load_and_check(config, overrides, schema, notes)
 
 
-def _load(path: Path) -> ModuleType:
+def load_recipe(path: Path) -> ModuleType:
     """Loads a recipe's file as a module, without running it."""
     import sys
+
+    from offload.training import torchao_shim
+
+    torchao_shim.install()
 
     spec = importlib.util.spec_from_file_location(f"offload_recipe_{path.stem}", path)
     assert spec is not None and spec.loader is not None

@@ -188,7 +188,9 @@ def _check_section(
         if any(used[: len(here)] == here for used in referenced):
             _check_free(value, here, problems)
             continue
-        problems.append(f"{dotted(here)}: nothing reads this key; {_rename(name, here, hints)}")
+        elsewhere = [] if at else _sections_that_take(name, tree)
+        hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _rename(name, here, hints)
+        problems.append(f"{dotted(here)}: nothing reads this key; {hint}")
     for field in dataclasses.fields(schema):
         here = (*at, field.name)
         value = tree.get(field.name, MISSING)
@@ -199,6 +201,24 @@ def _check_section(
                 problems.append(f"{dotted(here)}: required: {_how_to_set(here, hints[field.name])}")
             continue
         _check_value(value, hints[field.name], here, referenced, problems)
+
+
+def _sections_that_take(name: str, tree: Mapping[str, Any]) -> list[str]:
+    """Keys called ``name`` inside sections: those that are there, else those that a component would take."""
+    there = [dotted(at) for at, _ in walk(tree) if len(at) > 1 and at[-1] == name]
+    if there:
+        return there
+    found = []
+    for key, section in tree.items():
+        if isinstance(section, dict) and isinstance(section.get("_component_"), str):
+            try:
+                component = resolve(section["_component_"])
+                parameter = components.signature_of(component, arguments_of(section)).parameters.get(name)
+            except UserError:
+                continue
+            if parameter is not None and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                found.append(f"{key}.{name}")
+    return found
 
 
 def _rename(name: str, here: KeyPath, valid: Mapping[str, Any]) -> str:

@@ -61,7 +61,8 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], schema: type
 
 def _apply_one(text: str, tree: dict[str, Any], schema: type | None, typed: dict[KeyPath, _Typed]) -> None:
     if text.startswith("--"):
-        raise UserError(f"override {text}: {_SHAPE}, without dashes: {text.lstrip('-') or 'key=value'}")
+        name = text.lstrip("-") or "key"
+        raise UserError(f"override {text}: {_SHAPE}, without dashes: {name if '=' in name else f'{name}=value'}")
     removes, adds = text.startswith("~"), text.startswith("+")
     name, equals, value = text[1 if removes or adds else 0 :].partition("=")
     name = name.strip()

@@ -48,9 +48,13 @@ class AtLeast:
 
     minimum: float
 
+    @property
+    def text(self) -> str:
+        return f"at least {self.minimum}"
+
     def problem(self, value: float) -> str | None:
         # Written so that nan is a problem too.
-        return None if value >= self.minimum else f"expected at least {self.minimum}, got {value}"
+        return None if value >= self.minimum else f"expected {self.text}, got {value}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +63,12 @@ class AtMost:
 
     maximum: float
 
+    @property
+    def text(self) -> str:
+        return f"at most {self.maximum}"
+
     def problem(self, value: float) -> str | None:
-        return None if value <= self.maximum else f"expected at most {self.maximum}, got {value}"
+        return None if value <= self.maximum else f"expected {self.text}, got {value}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +77,12 @@ class Above:
 
     bound: float
 
+    @property
+    def text(self) -> str:
+        return f"more than {self.bound}"
+
     def problem(self, value: float) -> str | None:
-        return None if value > self.bound else f"expected more than {self.bound}, got {value}"
+        return None if value > self.bound else f"expected {self.text}, got {value}"
 
 
 class DottedPath:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from offload.errors import UserError
+
 
 class Recipe(Protocol):
     """What a recipe script hands to :func:`run_recipe`: a class with these methods and a schema."""
@@ -32,6 +34,12 @@ class Recipe(Protocol):
         """Runs whatever happened, also after a failed set-up."""
 
 
+def as_override(word: str) -> str:
+    """``--optimizer.lr=1e-5``, as other programs want it, is ``optimizer.lr=1e-5``; any other word stays."""
+    is_option = word.startswith(("--config=", "--recipe="))
+    return word.lstrip("-") if word.startswith("--") and "=" in word and not is_option else word
+
+
 def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) -> int:
     """Run a recipe as a program: ``--config PATH [key=value ...]``; returns the exit status."""
     from offload.training.config import load_and_check
@@ -41,10 +49,15 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
     parser = argparse.ArgumentParser(description=next(iter((recipe_class.__doc__ or "").strip().splitlines()), None))
     parser.add_argument("--config", required=True, metavar="PATH", help="configuration (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the configuration's")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(
+        [as_override(word) for word in (sys.argv[1:] if argv is None else argv)]
+    )
     try:
         notes: list[str] = []
         settings: Any
+        if unknown:
+            name = unknown[0].lstrip("-") or "key"
+            raise UserError(f"unknown option {unknown[0]}: settings are written as {name}=value")
         cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""The configuration keys that the fine-tuning recipes share: names, types, defaults, and what each is for."""
+"""The configuration keys that the fine-tuning recipes share: names, types, defaults, and what each is for.
+
+The text under a key is its meaning in ``tune run RECIPE --help`` (:mod:`offload.training.config_help`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,13 @@ class Evaluation:
     """Section ``evaluation``: the loss on data that training never sees."""
 
     dataset: Dataset
+    """held-out data"""
     every_n_steps: Annotated[int, AtLeast(1)] = 100
-    batch_size: Annotated[int, AtLeast(1)] | None = None  # null: as in training
-    max_batches: Annotated[int, AtLeast(1)] | None = None  # null: the whole set
+    """optimizer steps from one evaluation to the next"""
+    batch_size: Annotated[int, AtLeast(1)] | None = None
+    """sequences per forward; null: as in training"""
+    max_batches: Annotated[int, AtLeast(1)] | None = None
+    """batches of each evaluation; null: the whole set"""
 
 
 @dataclass(kw_only=True)
@@ -35,40 +42,70 @@ class TrainSettings:
     """What both recipes read. A recipe's ``Settings`` adds its own."""
 
     output_dir: str
-    seed: Annotated[int, AtLeast(0), AtMost(2**32 - 1)] | None = None  # null draws one and says which
+    """folder of the run: checkpoints, metrics.jsonl, logs"""
+    seed: Annotated[int, AtLeast(0), AtMost(2**32 - 1)] | None = None
+    """of all random choices; null draws one and says which"""
     device: str = "auto"
+    """auto (the accelerator if there is one), cpu, cuda, xpu, or one of several as cuda:1"""
     dtype: Literal["fp32", "bf16"] = "bf16"
+    """of the parameters and of what is computed with them"""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
+    """torch.set_deterministic_debug_mode: what to do about operations that are not deterministic"""
 
     tokenizer: Component
+    """text to tokens; its max_seq_len is the length of packs, and cuts longer samples"""
     dataset: Dataset
+    """training data, or a list of data sets"""
     shuffle: bool = True
+    """draw the samples in a random order, another one each epoch"""
     batch_size: Annotated[int, AtLeast(1)] = 1
+    """sequences per forward; activation memory grows with it"""
     num_workers: Annotated[int, AtLeast(0)] = 0
+    """processes that load data; 0 loads in the training process"""
     collate_fn: Annotated[str, DottedPath()] = "torchtune.data.padded_collate_sft"
+    """function that makes a batch of samples that are not packed"""
     evaluation: Evaluation | None = None
+    """loss on held-out data; null: none"""
 
     model: Component
+    """what is trained; its weights come from checkpointer.checkpoint_dir"""
     checkpointer: Checkpointer
+    """the base model's folder and kind"""
     resume_from_checkpoint: bool = False
-    save_every_n_steps: Annotated[int, AtLeast(1)] | None = None  # null: at the end only
-    keep_last_n: Annotated[int, AtLeast(1)] | None = None  # null: keep all
+    """go on from the newest checkpoint in output_dir"""
+    save_every_n_steps: Annotated[int, AtLeast(1)] | None = None
+    """optimizer steps from one checkpoint to the next; null: one at the end of each epoch"""
+    keep_last_n: Annotated[int, AtLeast(1)] | None = None
+    """checkpoints to keep; null: all"""
 
     epochs: Annotated[int, AtLeast(1)] = 1
+    """passes over the data"""
     max_steps_per_epoch: Annotated[int, AtLeast(1)] | None = None
+    """optimizer steps after which an epoch ends; null: all data"""
     gradient_accumulation_steps: Annotated[int, AtLeast(1)] = 1
+    """forwards per update: a larger batch at no cost in memory"""
     clip_grad_norm: Annotated[float, Above(0)] | None = None
+    """limit of the norm of all gradients; null: none"""
     optimizer: Annotated[Component, Passes("params")]
+    """any torch.optim.Optimizer; offload.OffloadOptimizer keeps its states off the device"""
     lr_scheduler: (
         Annotated[Component, Passes("optimizer", optional_keywords=("num_training_steps", "total_steps", "T_max"))]
         | None
     ) = None
+    """learning rate over optimizer steps; null: constant"""
     loss: Component
+    """of logits and labels; offload.training.loss.LinearCrossEntropyLoss never holds all logits"""
 
     compile: bool = False
+    """torch.compile: faster steps after a minute or so"""
     enable_activation_checkpointing: bool = False
+    """keep less for backward and recompute the rest: a third more time"""
     enable_activation_offloading: bool = False
+    """keep what backward needs in host memory meanwhile; needs checkpointing and an accelerator"""
 
     metric_logger: Component | None = None
+    """where the metrics go beside metrics.jsonl; null: nowhere"""
     log_every_n_steps: Annotated[int, AtLeast(1)] = 1
+    """optimizer steps from one line of metrics to the next"""
     profiler: Component | None = None
+    """torch.profiler's traces, where enabled"""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from offload.cli import handover, registry
 from offload.cli.main import main
+from offload.cli.validate import load_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,21 +136,38 @@ def test_run_hands_a_recipe_file_with_torchrun_options_on_as_a_relative_path(shi
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "usage: tune run"),
-        (["--help"], "usage: tune run"),
-        (["full_finetune_single_device", "--help"], None),
+        ([], "usage: tune run RECIPE"),
+        (["--help"], "usage: tune run RECIPE"),
+        (["generate", "--help"], "usage: tune run generate"),
+        (["generate", "--config", "small_offload", "-h"], "usage: tune run generate"),
     ],
 )
 def test_run_help(shipped, capsys, words, expected):
-    status = run(*words)
-    out, err = capsys.readouterr()
-    if expected is None:
-        # Without a config there is nothing to run, and the line says how it would go.
-        assert (status, out) == (2, "")
-        assert err.startswith("error: which config?")
-    else:
-        assert status == 0
-        assert out.startswith(expected)
+    recipe = shipped / "recipes/generate.py"
+    recipe.write_text(f"import dataclasses\n@dataclasses.dataclass\nclass Settings:\n    seed: int = 3\n{RECIPE}")
+    assert run(*words) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith(expected)
+    assert not Path(os.environ["SEEN"]).exists()
+
+
+@pytest.mark.parametrize("recipe", ["full_finetune_single_device", "lora_finetune_single_device", "generate"])
+def test_a_recipes_help_lists_every_key_with_type_default_and_meaning(capsys, recipe):
+    assert run(recipe, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    schema = load_recipe(registry.our_recipes()[recipe]).Settings
+    at = {line.split(":")[0].strip(): index for index, line in enumerate(lines) if re.match(r"  [a-z_.]+: ", line)}
+    assert {field.name for field in dataclasses.fields(schema)} <= set(at)
+    for key, index in at.items():
+        assert lines[index].endswith("(required)") or " = " in lines[index], key
+        meaning = lines[index + 1]
+        assert meaning.startswith("      ") and len(meaning.split()) > 1, f"{key} has no meaning"
+    assert "  batch_size: int, at least 1 = 1" in lines or recipe == "generate"
+
+
+def test_torchtunes_recipes_have_torchtunes_help(shipped, handed_on):
+    assert run("full_finetune_distributed", "--help") == 0
+    assert handed_on == [["run", "full_finetune_distributed", "--help"]]
 
 
 @pytest.mark.parametrize(
@@ -240,8 +260,30 @@ def test_cp_keeps_what_is_there_with_no_clobber(shipped, capsys):
     Path("mine.yaml").write_text("precious: 1\n")
     assert main(["cp", "small_offload", "mine", "-n"]) == 0
     assert Path("mine.yaml").read_text() == "precious: 1\n"
-    assert main(["cp", "small_offload", "mine"]) == 0
-    assert Path("mine.yaml").read_text() != "precious: 1\n"
+
+
+def test_cp_overwrites_only_when_asked(shipped, capsys):
+    Path("mine.yaml").write_text("precious: 1\n")
+    assert main(["cp", "small_offload", "mine"]) == 2
+    assert Path("mine.yaml").read_text() == "precious: 1\n"
+    assert "mine.yaml exists already" in capsys.readouterr().err
+    assert main(["cp", "small_offload", "mine", "--force"]) == 0
+    assert Path("mine.yaml").read_text() == (shipped / "configs/small_offload.yaml").read_text()
+
+
+@pytest.mark.parametrize("words", ["ls", "cat tiny_llama_offload"])
+@pytest.mark.parametrize("end", ["| true", ">&-", ">/dev/full"])
+def test_output_that_nobody_reads(words, end):
+    """A reader that has gone or was never there is no error; a full disk is one, in one line."""
+    done = subprocess.run(
+        ["bash", "-c", f"(sleep 0.3; {sys.executable} -m offload {words}; echo $? >&3) 3>&2 {end}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = "error: cannot write the answer: No space left on device\n2\n" if end == ">/dev/full" else "0\n"
+    assert done.stderr == said
 
 
 def test_cp_makes_parents_only_when_asked(shipped, capsys):

@@ -49,6 +49,12 @@ def test_a_shipped_config_is_checked_against_its_own_recipe(capsys):
     assert capsys.readouterr().out == "OK: small_lora is well-formed for lora_finetune_single_device\n"
 
 
+def test_an_override_may_be_written_as_other_programs_want_it(capsys):
+    assert main(["validate", "small_lora", "--adapter_rank=16", "--recipe=lora_finetune_single_device"]) == 0
+    assert main(["validate", "small_lora", "--adapter_rank=many"]) == 2
+    assert capsys.readouterr().err.startswith("error: adapter_rank: expected int")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [("batch_sise=8", "batch_size"), ("batch_size=many", "batch_size"), ("+adapter_rank=4", "adapter_rank")],

@@ -299,6 +299,9 @@ def test_overrides_inside_a_list_of_components(config: Path, key: str) -> None:
     [
         ("batch_sise=8", ["batch_sise: ", "did you mean batch_size?"]),
         ("+batch_sise=8", ["batch_sise: ", "did you mean batch_size?"]),
+        ("lr=3", ["lr: nothing reads this key; did you mean optimizer.lr?"]),
+        ("eps=3", ["eps: nothing reads this key; did you mean optimizer.eps?"]),  # which the file does not have
+        ("packed=True", ["did you mean evaluation.dataset.packed?"]),
         ("zzz=8", ["zzz: ", "remove it", "batch_size"]),
         ("optimizer.lrr=1", ["optimizer.lrr: ", "torch.optim.AdamW", "did you mean optimizer.lr?"]),
         ("+optimizer.lrr=1", ["optimizer.lrr: ", "did you mean optimizer.lr?"]),

@@ -1,0 +1,82 @@
+"""offload.training.launch: a recipe's command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.training.launch import run_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Settings:
+    seed: int = 0
+    rate: float = 0.0
+
+
+class Recipe:
+    """Tells what it was given."""
+
+    Settings = Settings
+
+    def __init__(self, settings: Any, cfg: Any) -> None:
+        self.settings = settings
+
+    def setup(self) -> None:
+        pass
+
+    def train(self) -> int:
+        print(self.settings)
+        return 0
+
+    def cleanup(self, exit_code: int) -> None:
+        pass
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=2", "rate=1e-5"],
+        ["--seed=2", "--rate=1e-5"],
+        ["--seed=3", "seed=2", "rate=1", "--rate=1e-5"],  # in the order in which they were written
+    ],
+)
+def test_settings_may_be_written_with_dashes(config: str, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert run_recipe(Recipe, ["--config", config, *words]) == 0
+    assert capsys.readouterr().out == "Settings(seed=2, rate=1e-05)\n"
+
+
+def test_an_option_that_does_not_exist_is_told_how_to_be_written(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_recipe(Recipe, ["--config", config, "--rate", "1e-5"]) == 2
+    assert capsys.readouterr().err == "error: unknown option --rate: settings are written as rate=value\n"
+
+
+def test_a_python_without_docstrings_runs_recipes() -> None:
+    """PYTHONOPTIMIZE=2."""
+    recipe = ROOT / "recipes/generate.py"
+    command = [
+        sys.executable,
+        "-OO",
+        str(recipe),
+        "--config",
+        str(ROOT / "configs/tiny_llama_generate.yaml"),
+        "seed=-1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"})
+    assert (done.returncode, done.stderr) == (2, "error: seed: expected at least 0, got -1\n")

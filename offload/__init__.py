@@ -2,6 +2,7 @@
 
 ``offload.OffloadOptimizer`` is a ``torch.optim.Optimizer`` for any PyTorch loop; it needs torch alone.
 ``offload.TorchAOCPUOffloadOptimizer`` wraps torchao's offloader the same way, for comparison.
+``offload.OffloadTrainerMixin`` lets Hugging Face's ``Trainer`` clip and accumulate gradients that were taken.
 
 Importing this package imports nothing else: every Python start of the environment passes through here (see
 ``offload/_startup.py``), and ``tune --help`` has to answer at once. The classes are loaded when first named.
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 
     from offload.optimizer import OffloadOptimizer
     from offload.peers import TorchAOCPUOffloadOptimizer
+    from offload.trainer import OffloadTrainerMixin
 
 __version__ = "0.1.0"
 
-__all__ = ["OffloadOptimizer", "TorchAOCPUOffloadOptimizer", "__version__"]
+__all__ = ["OffloadOptimizer", "OffloadTrainerMixin", "TorchAOCPUOffloadOptimizer", "__version__"]
 
 _LAZY = {
     "OffloadOptimizer": "offload.optimizer",
+    "OffloadTrainerMixin": "offload.trainer",
     "TorchAOCPUOffloadOptimizer": "offload.peers",
 }
 

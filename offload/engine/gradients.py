@@ -66,5 +66,6 @@ class TakenGradient(Tensor):
         raise RuntimeError(
             f"{func.name().split('::')[-1].split('.')[0]} on a gradient that the optimizer has already taken "
             "would have no effect. Clip with optimizer.clip_grad_norm_(max_norm), normalise the loss before "
-            "backward(), or build the optimizer with offload_gradients=False and update_in_backward=False."
+            "backward(), or build the optimizer with offload_gradients=False and update_in_backward=False. In Hugging "
+            "Face's Trainer, which clips gradients itself: class MyTrainer(offload.OffloadTrainerMixin, Trainer)."
         )

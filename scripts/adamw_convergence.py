@@ -30,6 +30,7 @@ from study import RESULTS, description, rounded
 from torch import Tensor, nn
 
 import offload.optim
+from offload.models.torchtune import TorchtuneModel
 from offload.training import tiny
 from offload.training.config import instantiate, load_and_check
 from offload.training.data import Batch, Batches, build_batches
@@ -170,7 +171,7 @@ def train(job: tuple[str, int, int]) -> list[tuple[int, float]]:
     torch.manual_seed(seed)
     contender, settings = CONTENDERS[name], parts().settings
     model = initialised(seed)
-    loss_of = SummedLoss(model, parts().loss)
+    loss_of = SummedLoss(TorchtuneModel(model), parts().loss)
     computed = list(model.parameters())
     stored = [nn.Parameter(param.detach().to(contender.dtype)) for param in computed]
     given = settings.optimizer

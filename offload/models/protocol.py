@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -25,8 +24,8 @@ class CausalLM(Protocol):
         """What the head takes, shape [batch, tokens, dim].
 
         Args:
-            inputs: ``tokens`` int64 [batch, tokens]; ``positions`` of the same shape where a row holds several
-                documents, each counting from 0.
+            inputs: ``tokens`` int64 [batch, tokens]; ``input_pos`` of the same shape where a row holds several
+                documents, each counting from 0; ``mask`` for models that do not tell documents by their positions.
         """
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -43,6 +42,3 @@ class CausalLM(Protocol):
 
     def compile_layers(self) -> None:
         """Compile each layer in place; the first step pays for it."""
-
-    def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
-        """Write weights, under the names of :attr:`module`, into ``folder`` in the format that the model came in."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.models.torchtune import TorchtuneModel
 from offload.optim import unpacked
 from offload.training import torchao_shim
 from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtune
@@ -158,7 +159,7 @@ class FinetuneRecipe:
             offloading=settings.enable_activation_offloading,
             device=self.device,
         )
-        self.loss = SummedLoss(self.model, self.loss_fn, compile=settings.compile)
+        self.loss = SummedLoss(TorchtuneModel(self.model), self.loss_fn, compile=settings.compile)
         self.model.train()
         numbers = num_parameters(self.model)
         count, trained = (f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n:,}" for n in numbers)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.models.protocol import CausalLM
+
 IGNORE_INDEX = -100
 """The label that does not count, in torch.nn.CrossEntropyLoss and in torchtune's data sets."""
 
@@ -106,34 +108,24 @@ class _FusedCrossEntropy(torch.autograd.Function):
 class SummedLoss:
     """Model and loss together: a batch in, the loss summed over its labels out.
 
-    Takes :class:`LinearCrossEntropyLoss`, torchtune's losses over chunked logits
-    (``CEWithChunkedOutputLoss``), and any loss called as ``loss(logits [n, vocabulary], labels [n])`` that
+    Takes :class:`LinearCrossEntropyLoss`, losses over logits in chunks of tokens (torchtune's
+    ``CEWithChunkedOutputLoss``), and any loss called as ``loss(logits [n, vocabulary], labels [n])`` that
     returns a mean over the labels that count (``torch.nn.CrossEntropyLoss``) or a sum (``reduction="sum"``).
 
     Args:
-        model: a torchtune ``TransformerDecoder``; set up here for the loss (chunked or no logits).
+        model: the model in parts.
         loss: the loss component.
         compile: compile the loss with torch.compile.
     """
 
-    def __init__(self, model: Any, loss: Any, *, compile: bool = False) -> None:
+    def __init__(self, model: CausalLM, loss: Any, *, compile: bool = False) -> None:
         self._model = model
         self._loss = loss
         self._fused = isinstance(loss, LinearCrossEntropyLoss)
-        if self._fused:
-            self._skip_head()
-        elif hasattr(loss, "num_output_chunks"):
-            self._model.set_num_output_chunks(loss.num_output_chunks)
+        self._num_chunks: int | None = getattr(loss, "num_output_chunks", None)
+        self._head_parameters = model.head_parameters()
         if compile:
             self._compile()
-
-    def _skip_head(self) -> None:
-        # torchtune 0.6.1 has no switch for it: the decoder's own unembed() would apply the head.
-        model = self._model
-        head = getattr(model.output, "tied_module", model.output)
-        self._head_parameters: list[nn.Parameter] = list(head.parameters())
-        # A function, because assigning the module itself would register it a second time.
-        model.unembed = lambda hidden: model.norm(hidden)
 
     def _compile(self) -> None:
         if hasattr(self._loss, "compute_cross_entropy"):
@@ -145,19 +137,32 @@ class SummedLoss:
         """The sum of the loss over ``labels``, 0-dim.
 
         Args:
-            inputs: keyword arguments of the model's forward.
+            inputs: what the model reads, see :class:`offload.models.protocol.CausalLM`.
             labels: int64, shape [batch, tokens], already shifted.
             num_labels: how many of them count.
         """
-        output = self._model(**inputs)
+        if self._num_chunks is None or not self._model.has_separate_head:
+            return self._of_logits(self._model.logits(inputs), labels, num_labels)
+        hidden = self._model.hidden(inputs)
         if self._fused:
-            return self._loss(output, labels, num_labels, self._model.output, self._head_parameters)
+            return self._loss(hidden, labels, num_labels, self._model.head, self._head_parameters)
+        logits = [self._model.head(chunk) for chunk in hidden.chunk(self._num_chunks, dim=1)]
+        return self._of_logits(logits, labels, num_labels)
+
+    def _of_logits(self, logits: Tensor | list[Tensor], labels: Tensor, num_labels: int) -> Tensor:
         if num_labels == 0:
             # A mean over nothing is nan; the sum is 0, with a graph behind it.
-            return sum(part.sum() for part in (output if isinstance(output, list) else [output])) * 0.0
-        if isinstance(output, list):
-            return self._loss(output, labels) * num_labels
-        value = self._loss(output.reshape(-1, output.shape[-1]), labels.reshape(-1))
+            return (
+                0.0 * torch.stack([part.sum() for part in ([logits] if isinstance(logits, Tensor) else logits)]).sum()
+            )
+        if isinstance(logits, list):
+            return self._loss(logits, labels) * num_labels
+        flat, targets = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+        if self._fused:
+            return F.cross_entropy(flat, targets, ignore_index=self._loss.ignore_index, reduction="sum")
+        if self._num_chunks is not None:
+            return self._loss(list(logits.chunk(self._num_chunks, dim=1)), labels) * num_labels
+        value = self._loss(flat, targets)
         return value if getattr(self._loss, "reduction", "mean") == "sum" else value * num_labels
 
 

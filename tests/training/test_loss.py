@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.models.torchtune import TorchtuneModel
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss, SummedLoss, shift_labels
 
 VOCABULARY, DIM = 37, 16
@@ -61,7 +62,7 @@ def test_fused_loss_and_gradients_equal_cross_entropy(chunks: int, tied: bool) -
     expected_model, model = Decoder(tied), Decoder(tied)
     expected = reference(expected_model, tokens, labels)
     (expected / 7).backward()
-    loss = SummedLoss(model, LinearCrossEntropyLoss(chunks))({"tokens": tokens}, labels, count)
+    loss = SummedLoss(TorchtuneModel(model), LinearCrossEntropyLoss(chunks))({"tokens": tokens}, labels, count)
     (loss / 7).backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for (name, actual), (_, wanted) in zip(model.named_parameters(), expected_model.named_parameters(), strict=True):
@@ -73,7 +74,7 @@ def test_without_gradients_it_is_the_same_value() -> None:
     tokens, labels, count = batch()
     model = Decoder()
     expected = reference(Decoder(), tokens, labels)
-    loss = SummedLoss(model, LinearCrossEntropyLoss(4))
+    loss = SummedLoss(TorchtuneModel(model), LinearCrossEntropyLoss(4))
     with torch.no_grad():
         value = loss({"tokens": tokens}, labels, count)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=0)
@@ -88,7 +89,7 @@ def test_frozen_parts_get_no_gradient_and_the_rest_its_own(frozen: str) -> None:
         for part in parts:
             part.requires_grad_(False)
     reference(expected, tokens, labels).backward()
-    SummedLoss(model, LinearCrossEntropyLoss(3))({"tokens": tokens}, labels, count).backward()
+    SummedLoss(TorchtuneModel(model), LinearCrossEntropyLoss(3))({"tokens": tokens}, labels, count).backward()
     for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
         if wanted.grad is None:
             assert actual.grad is None
@@ -102,7 +103,7 @@ def test_frozen_parts_get_no_gradient_and_the_rest_its_own(frozen: str) -> None:
 def test_a_micro_batch_without_labels_adds_nothing(loss: nn.Module) -> None:
     tokens, labels, _ = batch()
     model = Decoder()
-    value = SummedLoss(model, loss)({"tokens": tokens}, torch.full_like(labels, IGNORE_INDEX), 0)
+    value = SummedLoss(TorchtuneModel(model), loss)({"tokens": tokens}, torch.full_like(labels, IGNORE_INDEX), 0)
     value.backward()
     assert value.item() == 0.0
     assert all(p.grad is None or not p.grad.abs().any() for p in model.parameters())
@@ -111,7 +112,7 @@ def test_a_micro_batch_without_labels_adds_nothing(loss: nn.Module) -> None:
 def test_the_head_is_registered_once() -> None:
     model = Decoder()
     names = set(model.state_dict())
-    SummedLoss(model, LinearCrossEntropyLoss())
+    SummedLoss(TorchtuneModel(model), LinearCrossEntropyLoss())
     assert set(model.state_dict()) == names
 
 

@@ -80,8 +80,8 @@ class HuggingFaceModel:
 def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The model's keyword arguments; there is nothing to cache in training."""
     arguments = {"input_ids": inputs["tokens"], "use_cache": False}
-    if inputs.get("positions") is not None:
-        arguments["position_ids"] = inputs["positions"]
+    if inputs.get("input_pos") is not None:
+        arguments["position_ids"] = inputs["input_pos"]
     return arguments
 
 

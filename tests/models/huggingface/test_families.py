@@ -13,8 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from offload import OffloadOptimizer
+from offload.component import resolve
 from offload.models.huggingface import HuggingFaceModel, load
-from offload.training.loss import LinearCrossEntropyLoss, shift_labels
+from offload.training.loss import LinearCrossEntropyLoss, SummedLoss, shift_labels
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]
 
@@ -35,6 +36,31 @@ def fused_loss(model: HuggingFaceModel, tokens: Tensor, labels: Tensor) -> Tenso
     hidden = model.hidden({"tokens": tokens})
     count = int((labels != -100).sum())
     return LinearCrossEntropyLoss(3)(hidden, labels, count, model.head, model.head_parameters())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LinearCrossEntropyLoss(3),
+        torch.nn.CrossEntropyLoss(),
+        torch.nn.CrossEntropyLoss(reduction="sum"),
+        pytest.param("torchtune.modules.loss.CEWithChunkedOutputLoss", id="chunked"),
+    ],
+)
+@pytest.mark.parametrize("separate", [True, False], ids=["head apart", "head inside"])
+def test_every_kind_of_loss_gives_the_sum(loss: Any, separate: bool, tmp_path: Path) -> None:
+    """Also where a model's head cannot be taken apart."""
+    families.save("gemma2", tmp_path)
+    model = load(tmp_path, device=CPU, dtype=torch.float32)
+    model.has_separate_head = separate
+    tokens, labels = batch(0)
+    count = int((labels != -100).sum())
+    expected = plain_loss(model.module, tokens, labels)
+    value = SummedLoss(model, resolve(loss, key="loss")() if isinstance(loss, str) else loss)
+    torch.testing.assert_close(value({"tokens": tokens}, labels, count), expected, rtol=1e-5, atol=0)
+    nothing = value({"tokens": tokens}, torch.full_like(labels, -100), 0)
+    nothing.backward()
+    assert nothing.item() == 0.0
 
 
 def plain_loss(module: Any, tokens: Tensor, labels: Tensor) -> Tensor:

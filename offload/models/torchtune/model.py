@@ -1,0 +1,55 @@
+"""A decoder of torchtune, as the recipes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class TorchtuneModel:
+    """A :class:`offload.models.protocol.CausalLM` around a ``TransformerDecoder`` of torchtune.
+
+    Args:
+        module: the decoder.
+    """
+
+    has_separate_head = True
+
+    def __init__(self, module: Any) -> None:
+        self.module: nn.Module = module
+        self._decoder = module
+
+    def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
+        # torchtune 0.6.1 has no switch for it: the decoder's own unembed() would apply the head.
+        self._decoder.unembed = self._decoder.norm.__call__
+        try:
+            hidden: Tensor = self._decoder(**inputs)
+        finally:
+            del self._decoder.unembed
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._decoder.output(hidden)
+        return logits
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        head = self._decoder.output
+        # A tied head is no module of its own.
+        return list(getattr(head, "tied_module", head).parameters())
+
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        logits: Tensor = self._decoder(**inputs)
+        return logits
+
+    def checkpoint_activations(self) -> None:
+        from torchtune.modules import TransformerSelfAttentionLayer
+        from torchtune.training import set_activation_checkpointing
+
+        set_activation_checkpointing(self._decoder, auto_wrap_policy={TransformerSelfAttentionLayer})
+
+    def compile_layers(self) -> None:
+        from torchtune.training import compile_model
+
+        compile_model(self._decoder, verbose=False)

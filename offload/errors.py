@@ -15,3 +15,7 @@ class UserError(ValueError):
     def lines(self) -> list[str]:
         """The problems, one per entry."""
         return str(self).splitlines()
+
+
+class NotFiniteError(UserError):
+    """A loss, gradient or weight that is no number any more: the state of the run is not worth saving."""

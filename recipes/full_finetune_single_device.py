@@ -64,6 +64,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
         self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+        self.check_length(self.model)
         weights = resumed.model if resumed else self.checkpoints.load_base()
         if weights is None:
             raise UserError(
@@ -86,13 +87,14 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
         if self.profiler is not None:
             self.profiler.start()
             self.is_profiling = True
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, self.saving_on_failure():
             interrupted = False
             while self.epoch < settings.epochs and not interrupted:
                 batches = self.batches.epoch(self.epoch, start=self.step_in_epoch * accumulation)
                 while self.step_in_epoch < self.steps_per_epoch and not interrupted:
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
+                    self.is_between_steps = False
                     self.global_step += 1
                     self.step_in_epoch += 1
                     should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
@@ -110,6 +112,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                         self.optimizer.step()
                         self.optimizer.zero_grad(set_to_none=True)
                         step_scheduler(self.lr_scheduler, loss)
+                    self.is_between_steps = True
 
                     interrupted = interrupt.signum is not None
                     is_last = self.global_step == self.total_steps
@@ -132,7 +135,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                     if should_save:
                         reporter.flush()  # stops the run if a loss until here is not finite
                         with timer("checkpoint"):
-                            self.saved = self.save_checkpoint()
+                            self.save()
                     if self.profiler is not None:
                         self.profiler.step()
                 if not interrupted:

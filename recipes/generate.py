@@ -34,12 +34,13 @@ from offload.component import resolve
 from offload.errors import UserError
 from offload.training import recipe_state, torchao_shim
 from offload.training.checkpoint import STATE_NAME, CheckpointManager, whole_checkpoints
-from offload.training.config import AtLeast, AtMost, Component, instantiate
+from offload.training.config import AtLeast, AtMost, Component
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
 from offload.training.progress import say
 from offload.training.settings import Checkpointer
+from offload.training.tokenizer import build_tokenizer
 
 torchao_shim.install()
 
@@ -102,7 +103,7 @@ class GenerateRecipe:
         self.device, reason = find_device(settings.device)
         self.dtype = find_dtype(settings.dtype, self.device)
         _tell(reason)
-        self.tokenizer = instantiate(settings.tokenizer)
+        self.tokenizer = build_tokenizer(settings.tokenizer)
         self.prompt = self._tokens_of_prompt()
         # What loads checkpoints also wants a place to save them.
         with tempfile.TemporaryDirectory() as scratch:

@@ -80,6 +80,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
         self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+        self.check_length(self.model)
         prepare_adapter(self.model)
         load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
         if resumed:
@@ -98,13 +99,14 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
         if self.profiler is not None:
             self.profiler.start()
             self.is_profiling = True
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, self.saving_on_failure():
             interrupted = False
             while self.epoch < settings.epochs and not interrupted:
                 batches = self.batches.epoch(self.epoch, start=self.step_in_epoch * accumulation)
                 while self.step_in_epoch < self.steps_per_epoch and not interrupted:
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
+                    self.is_between_steps = False
                     self.global_step += 1
                     self.step_in_epoch += 1
                     should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
@@ -122,6 +124,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                         self.optimizer.step()
                         self.optimizer.zero_grad(set_to_none=True)
                         step_scheduler(self.lr_scheduler, loss)
+                    self.is_between_steps = True
 
                     interrupted = interrupt.signum is not None
                     is_last = self.global_step == self.total_steps
@@ -144,7 +147,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                     if should_save:
                         reporter.flush()  # stops the run if a loss until here is not finite
                         with timer("checkpoint"):
-                            self.saved = self.save_checkpoint()
+                            self.save()
                     if self.profiler is not None:
                         self.profiler.step()
                 if not interrupted:

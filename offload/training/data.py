@@ -7,10 +7,11 @@ epoch sees exactly the batches that an uninterrupted one would have seen.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload.component import resolve
 from offload.errors import UserError
-from offload.training.config import instantiate
+from offload.training.data_rows import BadRow, Rows, Samples, Tally
+from offload.training.data_scan import (
+    SCAN_SECONDS,
+    bad_rows_error,
+    check_labels,
+    packs_tally,
+    read_rows,
+    skipped_note,
+    unread_note,
+)
+from offload.training.data_source import described, open_dataset
 from offload.training.loss import shift_labels
 
 
@@ -128,15 +139,19 @@ class Collate:
         self._padding_idx = padding_idx
         self._ignore_index = ignore_index
 
-    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+    def __call__(self, samples: list[Any]) -> Batch | BadRow:
+        """The batch of these samples; where one is a bad row, that."""
+        bad = next((sample for sample in samples if isinstance(sample, BadRow)), None)
+        if bad is not None:
+            return bad
         num_tokens = sum(self._length(sample["tokens"]) for sample in samples)
         inputs = self._collate_fn(samples)
         labels = shift_labels(inputs.pop("labels"), self._ignore_index)
-        num_labels = int((labels != self._ignore_index).sum())
+        count = int((labels != self._ignore_index).sum())
         packed = self._padding_idx is not None
         num_samples = int((inputs["input_pos"] == 0).sum()) if packed else len(samples)
         documents = inputs.pop("documents", None)
-        return Batch(inputs, labels, num_tokens, num_labels, num_tokens / max(1, num_samples), documents)
+        return Batch(inputs, labels, num_tokens, count, num_tokens / max(1, num_samples), documents)
 
     def _length(self, tokens: Any) -> int:
         if self._padding_idx is None:
@@ -157,6 +172,11 @@ class Batches:
         num_workers: processes that load; 0 loads in this process.
         drop_last: drop a last batch that is not full.
         pin_memory: batches are in page-locked memory, for a device that copies them while the host goes on.
+        rows: where the samples come from, to tell where a bad one stands.
+
+    Attributes:
+        tally: what reading the samples before training told.
+        notes: lines about that for the user.
     """
 
     def __init__(
@@ -170,33 +190,65 @@ class Batches:
         num_workers: int = 0,
         drop_last: bool = True,
         pin_memory: bool = False,
+        rows: Sequence[Rows] = (),
     ) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._num_workers = num_workers
         self._drop_last = drop_last
         self._pin_memory = pin_memory
+        self._rows = rows
+        self._left_out: frozenset[int] = frozenset()
+        self.tally = Tally()
+        self.notes: list[str] = []
 
     @property
     def num_samples(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self._dataset) - len(self._left_out)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         """Micro-batches per epoch."""
-        full = self.num_samples / self._batch_size
+        full = self.num_samples / self.batch_size
         return math.floor(full) if self._drop_last else math.ceil(full)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The micro-batches of ``epoch`` from number ``start`` on."""
+    @property
+    def facts(self) -> dict[str, int]:
+        """Counts of what was read before training."""
+        return {
+            "rows_read": self.tally.read,
+            "rows_left_out": len(self.tally.bad),
+            "samples_without_labels": self.tally.without_labels,
+        }
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Take samples out of every epoch; the others keep their order."""
+        self._left_out = frozenset(indices)
+
+    def order(self, epoch: int) -> list[int]:
+        """The samples of ``epoch`` by their number.
+
+        What is left out is taken out of the order of all: a run that met a bad row and goes on without it sees, in
+        the rest of the epoch, what it would have seen.
+        """
+        size = len(self._dataset)  # type: ignore[arg-type]
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = torch.randperm(self.num_samples, generator=generator).tolist()
+            order = torch.randperm(size, generator=generator).tolist()
         else:
-            order = list(range(self.num_samples))
-        batches = [order[i * self._batch_size : (i + 1) * self._batch_size] for i in range(start, len(self))]
+            order = list(range(size))
+        return [index for index in order if index not in self._left_out] if self._left_out else order
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The micro-batches of ``epoch`` from number ``start`` on.
+
+        Raises:
+            UserError: at the batch that a row or a data worker failed to give.
+        """
+        order = self.order(epoch)
+        batches = [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(start, len(self))]
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_sampler=batches,
@@ -206,7 +258,59 @@ class Batches:
             # The loader draws a seed for its workers; from here, it leaves the run's own generator alone.
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
-        return iter(loader)
+        return self._load(loader)
+
+    def _load(self, loader: DataLoader[Any]) -> Iterator[Batch]:
+        children = set(multiprocessing.active_children())
+        try:
+            with _ChildSignalsKept():
+                iterator = iter(loader)
+        except OSError as error:
+            raise UserError(
+                f"num_workers: {self._num_workers} data workers cannot be started ({error.strerror or error}); lower "
+                "it (num_workers=0 loads in this process), or raise the limits of processes and memory"
+            ) from error
+        workers = set(multiprocessing.active_children()) - children
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                dead = next((worker for worker in workers if worker.exitcode not in (None, 0)), None)
+                if dead is None:
+                    raise
+                raise UserError(_dead_worker(dead.exitcode or 0)) from error
+            if isinstance(batch, BadRow):
+                tally = Tally(read=self.num_samples, bad=[batch])
+                raise bad_rows_error(self._rows[batch.source].key, self._rows, tally)
+            yield batch
+
+
+class _ChildSignalsKept:
+    """Keeps PyTorch from raising, wherever the main thread is, when a data worker dies.
+
+    It would stop an optimizer in the middle of a step. A dead worker is noticed where its batch is waited for anyway.
+    """
+
+    def __enter__(self) -> None:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._handler = signal.getsignal(signal.SIGCHLD) if self._is_main else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_main and self._handler is not None:
+            signal.signal(signal.SIGCHLD, self._handler)
+
+
+def _dead_worker(exitcode: int) -> str:
+    if exitcode == -signal.SIGBUS:
+        return (
+            "num_workers: a data worker ran out of shared memory (SIGBUS); enlarge /dev/shm (docker run "
+            "--shm-size=8g), or load in this process with num_workers=0"
+        )
+    how = f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"
+    hint = "; most often host memory ran out: lower num_workers" if exitcode == -signal.SIGKILL else ""
+    return f"num_workers: a data worker {how}{hint}; num_workers=0 loads in this process"
 
 
 def build_batches(
@@ -217,9 +321,15 @@ def build_batches(
     collate_fn: str,
     ignore_index: int,
     device: torch.device | None = None,
+    skips_bad_rows: bool = False,
+    epoch: int = 0,
+    start: int = 0,
     **options: Any,
 ) -> Batches:
-    """Data set(s) of a config section as :class:`Batches`.
+    """Data set(s) of a config section as :class:`Batches`, read before training as far as that is cheap.
+
+    Packing reads every row. Otherwise rows are read in the order of training for ``SCAN_SECONDS``, or all of them
+    where bad ones are to be left out, since their number decides the length of an epoch.
 
     Args:
         section: one data-set component, or a list of them (concatenated).
@@ -228,29 +338,66 @@ def build_batches(
         collate_fn: dotted path of the collator for samples that are not packed.
         ignore_index: label that does not count.
         device: what the batches are for; None for the CPU.
+        skips_bad_rows: leave rows out that cannot be used, rather than raise.
+        epoch: where training begins.
+        start: the number of the batch in it with which training begins.
         **options: of :class:`Batches`.
 
     Raises:
-        UserError: for a data set that cannot be read or mixes packed and other samples.
+        UserError: for a data set that cannot be read or mixes packed and other samples, for rows that cannot be used,
+            and where no label would count.
     """
     from torchtune.datasets import ConcatDataset, PackedDataset
     from torchtune.utils._import_guard import _SUPPORTS_FLEX_ATTENTION
 
     kind = "cpu" if device is None else device.type
 
-    sections: list[Any] = list(section) if isinstance(section, list | ListConfig) else [section]
-    datasets = [_build_dataset(one, tokenizer, key) for one in sections]
+    is_list = isinstance(section, list | ListConfig)
+    sections: list[Any] = list(section) if is_list else [section]
+    rows: list[Rows] = []
+    datasets: list[Any] = []
+    for number, one in enumerate(sections):
+        at = f"{key}.{number}" if is_list else key
+
+        def rows_of(opened: Any, section: DictConfig = one, at: str = at) -> Rows:
+            rows.append(Rows(opened, section, at, len(rows), ignore_index))
+            return rows[-1]
+
+        opened = open_dataset(one, tokenizer, at, rows_of)
+        datasets.append(opened if isinstance(opened, PackedDataset) else rows_of(opened))
     packed = [isinstance(dataset, PackedDataset) for dataset in datasets]
     if any(packed) and not all(packed):
         raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
-    dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
+    dataset: Any
     if all(packed):
+        dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
         has_flex_attention = kind == "cuda" and _SUPPORTS_FLEX_ATTENTION
         collate = Collate(PackedCollate(has_flex_attention), datasets[0].padding_idx, ignore_index)
     else:
+        dataset = Samples(rows)
         function = resolve(collate_fn, key="collate_fn")
         collate = Collate(_PaddingCollate(function, tokenizer.pad_id, ignore_index), None, ignore_index)
-    return Batches(dataset, collate, pin_memory=kind != "cpu", **options)
+    batches = Batches(dataset, collate, pin_memory=kind != "cpu", rows=rows, **options)
+
+    order = batches.order(epoch)[start * batches.batch_size :]
+    if all(packed):
+        tally = packs_tally(dataset, order, [each.tally for each in rows], ignore_index)
+    elif skips_bad_rows:
+        tally = read_rows(dataset, batches.order(epoch), ignore_index=ignore_index, seconds=None)
+    else:
+        tally = read_rows(dataset, order, ignore_index=ignore_index, seconds=SCAN_SECONDS)
+        batches.notes += unread_note(key, tally, len(order), SCAN_SECONDS)
+    if tally.bad:
+        if not skips_bad_rows or tally.is_hopeless:
+            raise bad_rows_error(key, rows, tally)
+        batches.notes.append(skipped_note(key, rows, tally))
+        if not all(packed):
+            batches.leave_out([dataset.index_of(bad) for bad in tally.bad])
+    if batches.num_samples == 0:
+        raise UserError(f"{key}: {described(sections[0])} has no rows")
+    batches.notes += check_labels(key, tally, getattr(tokenizer, "max_seq_len", None))
+    batches.tally = tally
+    return batches
 
 
 class _PaddingCollate:
@@ -261,32 +408,3 @@ class _PaddingCollate:
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         return self._function(samples, padding_idx=self._padding_idx, ignore_idx=self._ignore_index)
-
-
-def _build_dataset(section: DictConfig, tokenizer: Any, key: str) -> Any:
-    try:
-        return instantiate(section, tokenizer)
-    except UserError:
-        raise
-    except Exception as error:
-        # `datasets` and pyarrow raise their own exceptions for unreadable files, without a common base.
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        files = section.get("data_files")
-        where = _broken_json_line(files) or f"{files or section.get('source')} cannot be read: {first}"
-        raise UserError(f"{key}: {where}; mend the data or choose another with {key}.data_files=…") from error
-
-
-def _broken_json_line(path: Any) -> str | None:
-    """Which line of a JSON-lines file is broken; pyarrow tells a row of a block, if anything."""
-    if not isinstance(path, str) or not path.endswith(".jsonl") or not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                json.loads(line or "null")
-            except ValueError as error:
-                return f"{path}, line {number} is not JSON ({error})"
-    return None

@@ -7,6 +7,8 @@ its model, the loop, and what a checkpoint holds.
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload.engine.units import clean_name
-from offload.errors import UserError
+from offload.errors import NotFiniteError, UserError
 from offload.models.torchtune import TorchtuneModel
 from offload.optim import unpacked
 from offload.training import torchao_shim
@@ -37,6 +39,7 @@ from offload.training.step import (
     evaluate,
     resume_notes,
 )
+from offload.training.tokenizer import build_tokenizer
 
 
 class FinetuneRecipe:
@@ -48,6 +51,8 @@ class FinetuneRecipe:
         global_step: optimizer steps done in the run.
         total_steps: optimizer steps of the whole run, those before a resume included.
         saved: the last checkpoint that this process saved.
+        saved_step: optimizer steps that the newest checkpoint of the run holds.
+        is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
     """
 
     model: nn.Module
@@ -63,6 +68,8 @@ class FinetuneRecipe:
         self.step_in_epoch = 0
         self.global_step = 0
         self.saved: Path | None = None
+        self.saved_step = 0
+        self.is_between_steps = True
         self.reporter: Reporter | None = None
         self.is_profiling = False
 
@@ -85,7 +92,7 @@ class FinetuneRecipe:
             )
         say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
-        self.global_step = state.get("global_step", 0)
+        self.global_step = self.saved_step = state.get("global_step", 0)
         return resumed
 
     def _find_checkpoint(self) -> Loaded | None:
@@ -103,7 +110,7 @@ class FinetuneRecipe:
     def setup_data(self) -> None:
         """Tokenizer, loss, data sets, and how many steps they make."""
         settings = self.settings
-        self.tokenizer = instantiate(settings.tokenizer)
+        self.tokenizer = build_tokenizer(settings.tokenizer)
         self.loss_fn = instantiate(settings.loss)
         common = {
             "collate_fn": settings.collate_fn,
@@ -111,6 +118,7 @@ class FinetuneRecipe:
             "seed": self.seed,
             "num_workers": settings.num_workers,
             "device": self.device,
+            "skips_bad_rows": settings.dataset_errors == "skip",
         }
         self.batches = build_batches(
             settings.dataset,
@@ -118,6 +126,8 @@ class FinetuneRecipe:
             key="dataset",
             batch_size=settings.batch_size,
             shuffle=settings.shuffle,
+            epoch=self.epoch,
+            start=self.step_in_epoch * settings.gradient_accumulation_steps,
             **common,
         )
         self.held_out: Batches | None = None
@@ -131,6 +141,9 @@ class FinetuneRecipe:
                 drop_last=False,
                 **common,
             )
+        for batches in filter(None, (self.batches, self.held_out)):
+            for note in batches.notes:
+                say(note)
         self.steps_per_epoch = count_steps(
             batches_per_epoch=len(self.batches),
             num_samples=self.batches.num_samples,
@@ -147,6 +160,21 @@ class FinetuneRecipe:
                 "Raise epochs or max_steps_per_epoch"
             )
         self.total_steps = self.global_step + left
+
+    def check_length(self, model: nn.Module) -> None:
+        """Whether the model takes the longest sample that was read.
+
+        Raises:
+            UserError: it does not.
+        """
+        limit = getattr(model, "max_seq_len", None)
+        for key, batches in (("dataset", self.batches), ("evaluation.dataset", self.held_out)):
+            if batches is not None and limit is not None and batches.tally.longest > limit:
+                raise UserError(
+                    f"model.max_seq_len: the model takes {limit} tokens and {key} has samples of "
+                    f"{batches.tally.longest}; cut them with tokenizer.max_seq_len={limit}, or raise it where the "
+                    "model was trained on longer ones"
+                )
 
     def prepare_model(self) -> None:
         """What happens to every model after its weights are loaded: compilation, activations, the loss."""
@@ -207,6 +235,7 @@ class FinetuneRecipe:
             total_steps=self.total_steps,
             resume_step=self.global_step if resumed else None,
             tokens_seen=state.get("tokens_seen", 0),
+            data=self.batches.facts,
         )
         if resumed:
             set_random_state(state["random"], self.device)
@@ -245,6 +274,43 @@ class FinetuneRecipe:
             "random": random_state(self.device),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
         }
+
+    def save_checkpoint(self) -> Path:
+        """Save the model and all that a resume needs; returns the folder."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Save a checkpoint of the steps done."""
+        self.is_between_steps = False
+        self.saved = self.save_checkpoint()
+        self.saved_step = self.global_step
+        self.is_between_steps = True
+
+    @contextlib.contextmanager
+    def saving_on_failure(self) -> Iterator[None]:
+        """Around the loop: a failure between two steps (of data, a log, an evaluation) saves those done first."""
+        try:
+            yield
+        except NotFiniteError:
+            raise
+        except Exception:
+            if self.is_between_steps and self.global_step > self.saved_step:
+                self._save_before_stopping()
+            raise
+
+    def _save_before_stopping(self) -> None:
+        try:
+            if self.reporter is not None:
+                self.reporter.flush()  # a loss that is not finite must not be saved
+            self.save()
+        except Exception as error:
+            say(f"step {self.global_step} could not be saved before stopping: {error}", stream=sys.stderr)
+            return
+        say(
+            f"saved {self.saved} before stopping; the same command with output_dir={self.output_dir} "
+            "resume_from_checkpoint=True goes on from there",
+            stream=sys.stderr,
+        )
 
     def cleanup(self, exit_code: int) -> None:
         """Close the logs, whatever happened."""

@@ -124,6 +124,8 @@ def _mendable(error: BaseException) -> str | None:
             "out of host memory; try a smaller model or batch_size, optimizer.offload_gradients=False, or a base "
             "optimizer with smaller states (optimizer.optimizer_class=torchao.optim.AdamW8bit)"
         )
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return f"{error}: raise the limit of processes and threads (ulimit -u, or the container's pids limit)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         where = f" {error.filename}" if error.filename else ""
         return f"cannot write{where}: {error.strerror}; free space or choose another output_dir"

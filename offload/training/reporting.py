@@ -70,6 +70,7 @@ class Reporter:
         total_steps: optimizer steps of the whole run.
         resume_step: steps done before this process, None for a fresh run.
         tokens_seen: tokens seen before this process.
+        data: counts of the rows that were read before training, for ``run.json`` and the metric logger.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Reporter:
         total_steps: int,
         resume_step: int | None,
         tokens_seen: int,
+        data: Mapping[str, int] | None = None,
     ) -> None:
         self.timer = StepTimer(device)
         self.tokens = Throughput(tokens_seen)
@@ -103,12 +105,13 @@ class Reporter:
         label = label_of(facts)
         config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         self._log.log_config(config)
-        self._log.log_facts({"label": label, "label_parts": facts})
+        self._log.log_facts({"label": label, "label_parts": facts, "data": dict(data or {})})
         self._record = RunRecord(
             output_dir,
             {
                 "label": label,
                 "optimizer": facts,
+                "data": dict(data or {}),
                 "config": OmegaConf.to_container(config),
                 "environment": environment(str(device)),
             },

@@ -56,6 +56,8 @@ class TrainSettings:
     """text to tokens; its max_seq_len is the length of packs, and cuts longer samples"""
     dataset: Dataset
     """training data, or a list of data sets"""
+    dataset_errors: Literal["error", "skip"] = "error"
+    """rows that cannot be used stop the run before it trains (error), or are left out, counted and told (skip)"""
     shuffle: bool = True
     """draw the samples in a random order, another one each epoch"""
     batch_size: Annotated[int, AtLeast(1)] = 1

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from offload.engine.norms import tensor_norms, total_norm
-from offload.errors import UserError
+from offload.errors import NotFiniteError, UserError
 from offload.training.config import instantiate
 from offload.training.data import Batch
 from offload.training.loss import SummedLoss
@@ -129,7 +129,7 @@ def check_finite(loss: float, first_step: int, step: int, lr: float) -> None:
     if math.isfinite(loss):
         return
     where = f"step {step}" if first_step == step else f"steps {first_step} to {step}"
-    raise UserError(
+    raise NotFiniteError(
         f"the loss became {loss} in {where} at lr={lr:g}; nothing was saved since. Lower optimizer.lr, warm up "
         "(lr_scheduler.num_warmup_steps), set clip_grad_norm=1.0, and resume from the last checkpoint with "
         "resume_from_checkpoint=True"

@@ -206,7 +206,7 @@ def test_batches_suit_their_device(
 
     made: dict[str, Any] = {}
     loader = torch.utils.data.DataLoader
-    monkeypatch.setattr("offload.training.data._build_dataset", lambda *_: Packs())
+    monkeypatch.setattr("offload.training.data.open_dataset", lambda *_: Packs())
     monkeypatch.setattr("torchtune.utils._import_guard._SUPPORTS_FLEX_ATTENTION", supported)
     monkeypatch.setattr(
         "offload.training.data.DataLoader", lambda *a, **k: made.update(k) or loader(*a, **{**k, "pin_memory": False})

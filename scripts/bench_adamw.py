@@ -143,7 +143,7 @@ class Memory:
         for index, param in enumerate(self.params[dtype]):
             state = {"step": torch.zeros((), dtype=FP32)}
             for name, kind in state_spec(dtype, param.numel(), state_dtype, master).items():
-                key = (index, name, None if name == "remainder" else state_dtype)
+                key = (index, name, kind if name == "remainder" else state_dtype)
                 if key not in self._states:
                     assert kind is not None
                     shape = (-(-param.numel() // BLOCK),) if name in STATE_BLOCK else tuple(param.shape)
@@ -544,6 +544,7 @@ def contenders(memory: Memory) -> Iterator[Entry]:
 
     for state_dtype in ("fp32", "bf16", "int8", "fp8"):
         yield packed(memory, BF16, "split", state_dtype)
+        yield packed(memory, BF16, "split24", state_dtype)
     yield cast_fused_cast(bf16)
 
     for master in ("none", "stochastic"):

@@ -254,6 +254,7 @@ def wide_steps(model: nn.Module, optimizer: Any, seeds: range) -> None:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8 split": {"state_dtype": "int8", "master": "split"},
+    "int8 split24": {"state_dtype": "int8", "master": "split24"},
     "bf16 split": {"state_dtype": "bf16", "master": "split"},
     "fp32 split": {"state_dtype": "fp32", "master": "split"},
     "fp8 split": {"state_dtype": "fp8", "master": "split"},

@@ -42,13 +42,15 @@ class Adam(torch.optim.Optimizer):
     fp32         split      10         as fp32 Adam, with its own fp32 parameters
     bf16         split      6
     int8         split      4.03       moments in blocks of 256 that share a scale
+    int8         split24    3.03       the master has 24 bits, their expectation is exact
     int8         stochastic 2.03       the parameter keeps 8 bits of precision; their expectation is exact
     int8         none       2.03       changes below 1/256 of a weight are lost, as with torch.optim.AdamW in bf16
     ============ ========== ========== ==============================================================================
 
     With ``split``, a bf16 parameter is the upper half of an fp32 master weight, whose lower half lies beside the
-    moments. fp32 parameters are their own master. A parameter that is changed elsewhere keeps its remainder, which
-    moves the master by less than the parameter's own rounding. Every result is a function of parameters, gradients,
+    moments; with ``split24`` only the upper 8 bits of that do, rounded stochastically. fp32 parameters are their own
+    master. A parameter that is changed elsewhere keeps its remainder, which moves the master by less than the
+    parameter's own rounding. Every result is a function of parameters, gradients,
     hyperparameters and ``seed`` alone: neither threads, nor the ranges that a tensor is updated in, nor the device
     change a bit.
 
@@ -68,8 +70,8 @@ class Adam(torch.optim.Optimizer):
         maximize: ascend.
         state_dtype: of both moments: ``fp32``, ``bf16``, ``int8`` or ``fp8`` (minifloats).
         master: what keeps the changes of a bf16 parameter that are too small for it: ``none``, ``stochastic``
-            rounding, or ``split``.
-        seed: of the random bits that round bf16 second moments and ``stochastic`` parameters.
+            rounding, ``split`` or ``split24``.
+        seed: of the random bits that round bf16 second moments, ``stochastic`` parameters and ``split24`` masters.
 
     ``state_dtype`` and ``master``, like the hyperparameters, may differ between groups.
 
@@ -100,7 +102,7 @@ class Adam(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
-        master: Literal["none", "stochastic", "split"] = "split",
+        master: Literal["none", "stochastic", "split", "split24"] = "split",
         seed: int = 0,
     ) -> None:
         options = {
@@ -308,7 +310,7 @@ class AdamW(Adam):
         *,
         maximize: bool = False,
         state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
-        master: Literal["none", "stochastic", "split"] = "split",
+        master: Literal["none", "stochastic", "split", "split24"] = "split",
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -333,7 +335,7 @@ class _Plan:
         state_dtype, master = group["state_dtype"], group["master"]
         self._kinds = {dtype: _kind(group, dtype, coupled) for dtype in (torch.float32, torch.bfloat16)}
         seed = group["seed"]
-        self._param_key = random_key(seed, step, 0) if master == "stochastic" else None
+        self._param_key = random_key(seed, step, 0) if master in ("stochastic", "split24") else None
         self._is_coded = state_dtype in ("int8", "fp8")
         self._v_key = random_key(seed, 0 if self._is_coded else step, 1) if state_dtype != "fp32" else None
         self._walked = GOLDEN_RATIO * step

@@ -1,9 +1,10 @@
 """Formats of the packed AdamW: which tensors hold the master weight and the moments, and how they are read and made.
 
-A parameter is fp32, or bf16 with one of three masters. ``none``: the parameter is all there is, rounded to nearest.
+A parameter is fp32, or bf16 with one of four masters. ``none``: the parameter is all there is, rounded to nearest.
 ``stochastic``: the same, rounded up or down with probabilities that make the mean exact. ``split``: the parameter is
 the upper half of an fp32 master, rounded to nearest, and ``remainder`` the signed lower half; together they are the
-master to the last bit.
+master to the last bit. ``split24``: the same, but the master is fp32 without its lowest 8 bits, rounded like
+``stochastic``, and the remainder has 8 bits.
 
 Moments are fp32, bf16, or codes of 8 bits with one fp32 scale per block of :data:`BLOCK` elements.
 Blocks are ranges of a dense tensor's memory. Functions here are exact definitions in terms of torch operations;
@@ -23,9 +24,12 @@ BLOCK = 256
 
 STATE_DTYPES = ("fp32", "bf16", "int8", "fp8")
 
-MASTERS = ("none", "stochastic", "split")
+MASTERS = ("none", "stochastic", "split", "split24")
 
-PARAM_KINDS = ("fp32", "nearest", "stochastic", "split")
+REMAINDERS = {"split": torch.int16, "split24": torch.int8}
+"""Of masters that keep one, its dtype."""
+
+PARAM_KINDS = ("fp32", "nearest", "stochastic", "split", "split24")
 """How a parameter is stored: an fp32 parameter is its own master, whatever was asked for; the others are bf16."""
 
 STATE_BLOCK = {"exp_avg_scale": BLOCK, "exp_avg_sq_scale": BLOCK}
@@ -87,7 +91,7 @@ class Item(NamedTuple):
         param, grad: fp32 or bf16, both the same.
         exp_avg, exp_avg_sq: moments: fp32, bf16, or int8 and uint8 codes.
         exp_avg_scale, exp_avg_sq_scale: fp32 ``[ceil(numel / BLOCK)]`` for codes, else None.
-        remainder: int16 for ``split``, else None.
+        remainder: int16 for ``split``, int8 for ``split24``, else None.
         start: position of the first element in the parameter that this is a range of; a multiple of BLOCK.
         key_param, key_v: keys of the random bits that round the parameter and the second moment; for 8-bit moments,
             ``key_v`` is that of :func:`offload.optim.codes.thresholds`.
@@ -124,8 +128,8 @@ def state_spec(dtype: torch.dtype, numel: int, state_dtype: str, master: str) ->
     spec: dict[str, Any] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
     if state_dtype in ("int8", "fp8"):
         spec |= dict.fromkeys(STATE_BLOCK, torch.float32)
-    if param_kind(dtype, master) == "split":
-        spec["remainder"] = torch.int16
+    if (remainder := REMAINDERS.get(param_kind(dtype, master))) is not None:
+        spec["remainder"] = remainder
     return spec
 
 
@@ -200,16 +204,38 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     return round_half_away(master), _bits(master).to(torch.int16)
 
 
+def split_master24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 to ``(bf16 parameter, int8 remainder)``, rounded stochastically; ``bits`` from :func:`random_bits`."""
+    rounded = _bits(master) + (bits >> 8) >> 8
+    return (rounded + 0x80 >> 8).to(torch.int16).view(torch.bfloat16), rounded.to(torch.int8)
+
+
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The inverse of :func:`split_master`."""
-    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+    """The inverse of :func:`split_master` and :func:`split_master24`, as the remainder's dtype says."""
+    return ((param.view(torch.int16).to(torch.int32) << 16) + _units(remainder)).view(torch.float32)
 
 
-def remainder_of(master: Tensor, param: Tensor) -> Tensor:
+def remainder_like(remainder: Tensor, dtype: torch.dtype) -> Tensor:
+    """A remainder as one of another dtype, to nearest."""
+    return _as_remainder(_units(remainder), dtype)
+
+
+def _units(remainder: Tensor) -> Tensor:
+    """In units of fp32's last place, int32."""
+    return remainder.to(torch.int32) << (8 if remainder.dtype == torch.int8 else 0)
+
+
+def _as_remainder(units: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        units = units + 0x80 >> 8
+    return units.clamp(max=torch.iinfo(dtype).max).to(dtype)
+
+
+def remainder_of(master: Tensor, param: Tensor, dtype: torch.dtype = torch.int16) -> Tensor:
     """The remainder with which a bf16 parameter that was rounded elsewhere is its fp32 master.
 
     A tie that was rounded to even, not away, becomes the nearest master that the parameter can have: one unit in the
-    last place off.
+    last place off. In int8, all are rounded to nearest.
 
     Raises:
         ValueError: where the parameter is not its master rounded to nearest.
@@ -220,4 +246,4 @@ def remainder_of(master: Tensor, param: Tensor) -> Tensor:
         raise ValueError(
             "the parameter is not its fp32 master rounded to bf16: load the model that belongs to it first"
         )
-    return difference.clamp(max=0x7FFF).to(torch.int16)
+    return _as_remainder(difference, dtype)

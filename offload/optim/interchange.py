@@ -16,6 +16,7 @@ from offload.optim.formats import (
     STATE_BLOCK,
     flat,
     join_master,
+    remainder_like,
     remainder_of,
     state_spec,
 )
@@ -219,6 +220,6 @@ def _packed(
 def _load_remainder(remainder: Tensor, saved: Mapping[str, Any], param: Tensor) -> None:
     if MASTER in saved:
         master = torch.empty_like(remainder, dtype=torch.float32).copy_(saved[MASTER])
-        remainder.copy_(remainder_of(master, param.detach().to(remainder.device)))
+        remainder.copy_(remainder_of(master, param.detach().to(remainder.device), remainder.dtype))
     elif "remainder" in saved:
-        remainder.copy_(saved["remainder"])
+        remainder.copy_(remainder_like(saved["remainder"], remainder.dtype))

@@ -21,6 +21,7 @@ from offload.optim.formats import (
     round_half_away,
     round_stochastically,
     split_master,
+    split_master24,
 )
 
 CHUNK = BLOCK * 1024
@@ -135,9 +136,9 @@ def _sqrt(values: Tensor) -> Tensor:
 
 
 def _store_param(item: Item, p: Tensor) -> None:
-    if item.kind.param == "split":
-        assert item.remainder is not None
-        param, remainder = split_master(p)
+    if item.remainder is not None:
+        is_split = item.kind.param == "split"
+        param, remainder = split_master(p) if is_split else split_master24(p, _bits(item, item.key_param))
         item.param.copy_(param)
         item.remainder.copy_(remainder)
     elif item.kind.param == "stochastic":

@@ -323,9 +323,13 @@ def _update_tile(
     FULL: tl.constexpr = tl.float32 if PARAM == "fp32" else tl.uint16
     p_at = _pointer(tl.load(row), FULL, ALIGNED) + first + at
     g_at = _pointer(tl.load(row + 1), FULL, ALIGNED) + first + at
-    if PARAM == "split":
-        remainder_at = _pointer(tl.load(row + 6), tl.int16, ALIGNED) + first + at
+    SPLIT: tl.constexpr = PARAM == "split" or PARAM == "split24"
+    if SPLIT:
+        REMAINDER: tl.constexpr = tl.int16 if PARAM == "split" else tl.int8
+        remainder_at = _pointer(tl.load(row + 6), REMAINDER, ALIGNED) + first + at
         low = tl.load(remainder_at, mask, other).to(tl.int32).to(tl.uint32, bitcast=True)
+        if PARAM == "split24":
+            low = low << 8
         p = ((tl.load(p_at, mask, other).to(tl.uint32) << 16) + low).to(tl.float32, bitcast=True)
     else:
         p = _widen(tl.load(p_at, mask, other))
@@ -379,6 +383,10 @@ def _update_tile(
         tl.store(p_at, p, mask)
     elif PARAM == "stochastic":
         tl.store(p_at, _round_stochastically(p, pair, tl.load(row + 9), columns), mask)
+    elif PARAM == "split24":
+        bits = _bits(p) + (_random_bits(pair, tl.load(row + 9), columns) >> 8)
+        tl.store(p_at, ((bits + 0x8000) >> 16).to(tl.uint16), mask)
+        tl.store(remainder_at, (bits >> 8).to(tl.int8), mask)
     else:
         tl.store(p_at, _round_half_away(p), mask)
     if PARAM == "split":
@@ -424,7 +432,7 @@ def _round_half_away(x):
 
 
 @triton.jit
-def _round_stochastically(x, pair, key, columns):
+def _random_bits(pair, key, columns):
     """``pair`` and ``key`` as in formats.random_bits. Neighbours have one hash, which the compiler sees."""
     r = pair ^ key.to(tl.uint32)
     r = r ^ (r >> 16)
@@ -432,8 +440,12 @@ def _round_stochastically(x, pair, key, columns):
     r = r ^ (r >> 15)
     r = r * 0x846CA68B
     r = r ^ (r >> 16)
-    r = tl.where((columns & 1)[None, :] == 1, r >> 16, r & 0xFFFF)
-    return ((_bits(x) + r) >> 16).to(tl.uint16)
+    return tl.where((columns & 1)[None, :] == 1, r >> 16, r & 0xFFFF)
+
+
+@triton.jit
+def _round_stochastically(x, pair, key, columns):
+    return ((_bits(x) + _random_bits(pair, key, columns)) >> 16).to(tl.uint16)
 
 
 # Codes: codes.py

@@ -16,7 +16,7 @@ from gpu.measure import GIB, update_bytes
 LAYER = ((4096,), *((4096, 4096),) * 4, (4096,), *((11008, 4096),) * 2, (4096, 11008))
 """Shapes of one layer of Llama-2 7B."""
 
-FORMATS = (("int8", "split"), ("int8", "stochastic"), ("bf16", "split"), ("fp32", "split"))
+FORMATS = (("int8", "split"), ("int8", "split24"), ("int8", "stochastic"), ("bf16", "split"), ("fp32", "split"))
 """Of the packed AdamW: moments and master."""
 
 REPEATS = 5

@@ -23,7 +23,9 @@ from offload.optim.formats import (
     Constants,
     Item,
     Kind,
+    random_bits,
     split_master,
+    split_master24,
     state_spec,
 )
 
@@ -98,7 +100,8 @@ def make(kind: Kind, n: int, *, start: int = 0, seed: int = 0, decades: float | 
         state["exp_avg_sq"].copy_(draw(2 * spread).abs())
     param = draw()
     if "remainder" in state:
-        param, remainder = split_master(param)
+        bits = random_bits(0, n, seed, param.device)
+        param, remainder = split_master(param) if kind.param == "split" else split_master24(param, bits)
         state["remainder"].copy_(remainder)
     placed = {key: place(tensor) for key, tensor in state.items()}
     return Item(

@@ -500,7 +500,7 @@ print(len(KINDS))
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
-    assert done.stdout == "32\n", done.stderr
+    assert done.stdout == "40\n", done.stderr
 
 
 # Graphs

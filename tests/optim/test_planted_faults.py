@@ -22,6 +22,8 @@ FAULTS = {
     "rounding bits reused": ("formats.py", "2 * step + purpose", "2 * step"),
     "eps inside the root": ("kernels/adamw.c", "(sqrtf(new.v) + c->eps)", "sqrtf(new.v + c->eps)"),
     "remainder dropped": ("kernels/adamw.c", "(as_bits(even) & 0xffff) | as_bits(odd) << 16", "0"),
+    "24 bits cut off instead of rounded": ("kernels/adamw.c", "as_bits(even) + (random.even >> 8)", "as_bits(even)"),
+    "8 bits unsigned": ("kernels/adamw.c", "(uint32_t)lower8[j] * 256", "(uint32_t)(uint8_t)lower8[j] * 256"),
     "remainder unsigned": ("kernels/adamw.c", "((lower & 0xffff) ^ 0x8000) - 0x8000", "(lower & 0xffff)"),
     "master cut off instead of rounded": (
         "kernels/adamw.c",

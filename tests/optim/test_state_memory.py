@@ -41,7 +41,13 @@ print(counted / numel, grown / numel)
 @pytest.mark.skipif(cpu.load() is None, reason="without the kernel, intermediate results blur the measurement")
 @pytest.mark.parametrize(
     ("state_dtype", "master", "expected"),
-    [("int8", "none", 2.03), ("int8", "split", 4.03), ("bf16", "split", 6.0), ("fp32", "split", 10.0)],
+    [
+        ("int8", "none", 2.03),
+        ("int8", "split24", 3.03),
+        ("int8", "split", 4.03),
+        ("bf16", "split", 6.0),
+        ("fp32", "split", 10.0),
+    ],
 )
 def test_counted_bytes_are_what_the_process_grows_by(state_dtype: str, master: str, expected: float) -> None:
     command = [sys.executable, "-c", MEASURE, state_dtype, master]

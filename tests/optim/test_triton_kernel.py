@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 
 from offload.optim import reference
-from offload.optim.formats import BLOCK, PARAM_KINDS, STATE_DTYPES, Constants, Item, Kind, f32, split_master
+from offload.optim.formats import (
+    BLOCK,
+    PARAM_KINDS,
+    STATE_DTYPES,
+    Constants,
+    Item,
+    Kind,
+    f32,
+    random_bits,
+    split_master,
+    split_master24,
+)
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
 
@@ -167,6 +178,8 @@ def item_of(kind: Kind, count: int, seed: int = 0, start: int = 0, **constants: 
     dtype = torch.float32 if kind.param == "fp32" else torch.bfloat16
     if kind.param == "split":
         p, remainder = split_master(p)
+    elif kind.param == "split24":
+        p, remainder = split_master24(p, random_bits(0, count, seed, p.device))
     if kind.state == "bf16":
         m, v = m.bfloat16(), v.bfloat16()
     elif kind.state != "fp32":

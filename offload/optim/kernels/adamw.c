@@ -116,9 +116,16 @@ INLINE pair_t load_param(enum param kind, const block_t *b, int j)
 {
     if (kind == PARAM_FP32)
         return load_fp32(b->p, j);
-    if (kind != PARAM_SPLIT)
+    if (kind == PARAM_NEAREST || kind == PARAM_STOCHASTIC)
         return load_bf16(b->p, j);
-    uint32_t upper = ((const u32_t *)b->p)[j], lower = ((const u32_t *)b->remainder)[j];
+    const uint32_t upper = ((const u32_t *)b->p)[j];
+    uint32_t lower;
+    if (kind == PARAM_SPLIT)
+        lower = ((const u32_t *)b->remainder)[j];
+    else {
+        lower = ((const u16_t *)b->remainder)[j]; /* of each byte, a half whose lower byte is zero */
+        lower = (lower & 0xff) << 8 | (lower & 0xff00) << 16;
+    }
     uint32_t even = (upper << 16) + ((lower & 0xffff) ^ 0x8000) - 0x8000; /* the lower half is signed */
     uint32_t odd = (upper & UPPER) + (uint32_t)((int32_t)lower >> 16);
     return (pair_t){as_float(even), as_float(odd)};
@@ -132,7 +139,12 @@ INLINE void store_param(enum param kind, const block_t *b, int j, float even, fl
         store_half_away(b->p, j, even, odd);
     else if (kind == PARAM_STOCHASTIC)
         store_stochastic(b->p, j, even, odd, b->pair, b->key_p);
-    else {
+    else if (kind == PARAM_SPLIT24) {
+        const random_t random = random_bits((b->pair + (uint32_t)j) ^ b->key_p);
+        const uint32_t first = as_bits(even) + (random.even >> 8), second = as_bits(odd) + (random.odd >> 8);
+        ((u32_t *)b->p)[j] = (first + 0x8000) >> 16 | ((second + 0x8000) & UPPER);
+        ((u16_t *)b->remainder)[j] = (uint16_t)((first >> 8 & 0xff) | (second & 0xff00));
+    } else {
         store_half_away(b->p, j, even, odd);
         ((u32_t *)b->remainder)[j] = (as_bits(even) & 0xffff) | as_bits(odd) << 16;
     }
@@ -292,6 +304,7 @@ INLINE void update_fp32(enum param param, int coupled, const numbers_t *n, const
     f32_t *m = (f32_t *)b->m, *v = (f32_t *)b->v, *p32 = (f32_t *)b->p;
     const f32_t *g32 = (const f32_t *)b->g;
     u16_t *p16 = (u16_t *)b->p, *lower = (u16_t *)b->remainder;
+    int8_t *lower8 = (int8_t *)b->remainder;
     const u16_t *g16 = (const u16_t *)b->g;
 #pragma omp simd
     for (int j = 0; j < numel; j++) {
@@ -299,6 +312,8 @@ INLINE void update_fp32(enum param param, int coupled, const numbers_t *n, const
         float p = param == PARAM_FP32 ? p32[j] : as_float((uint32_t)p16[j] << 16);
         if (param == PARAM_SPLIT)
             p = as_float(((uint32_t)p16[j] << 16) + ((uint32_t)lower[j] ^ 0x8000) - 0x8000);
+        if (param == PARAM_SPLIT24)
+            p = as_float(((uint32_t)p16[j] << 16) + (uint32_t)lower8[j] * 256);
         const element_t new = update_exactly(n, coupled, p, g, m[j], v[j]);
         m[j] = new.m;
         v[j] = new.v;
@@ -307,14 +322,18 @@ INLINE void update_fp32(enum param param, int coupled, const numbers_t *n, const
             continue;
         }
         /* A GPU's NaN has all bits set: rounding would carry into its sign. */
-        const uint32_t bits = new.p == new.p ? as_bits(new.p) : 0x7fc00000;
-        if (param == PARAM_STOCHASTIC) {
-            const random_t random = random_bits((b->pair + (uint32_t)j / 2) ^ b->key_p);
-            p16[j] = (uint16_t)((bits + (j % 2 ? random.odd : random.even)) >> 16);
-        } else
-            p16[j] = (uint16_t)((bits + 0x8000) >> 16);
+        uint32_t bits = new.p == new.p ? as_bits(new.p) : 0x7fc00000, random = 0;
+        if (param == PARAM_STOCHASTIC || param == PARAM_SPLIT24) {
+            const random_t of_pair = random_bits((b->pair + (uint32_t)j / 2) ^ b->key_p);
+            random = j % 2 ? of_pair.odd : of_pair.even;
+        }
+        if (param == PARAM_SPLIT24)
+            bits += random >> 8;
+        p16[j] = (uint16_t)((bits + (param == PARAM_STOCHASTIC ? random : 0x8000)) >> 16);
         if (param == PARAM_SPLIT)
             lower[j] = (uint16_t)bits;
+        if (param == PARAM_SPLIT24)
+            lower8[j] = (int8_t)(bits >> 8);
     }
 }
 
@@ -430,6 +449,11 @@ INLINE int param_bytes(enum param param)
     return param == PARAM_FP32 ? 4 : 2;
 }
 
+INLINE int remainder_bytes(enum param param)
+{
+    return param == PARAM_SPLIT ? 2 : param == PARAM_SPLIT24 ? 1 : 0;
+}
+
 INLINE int state_bytes(enum state state)
 {
     return state == STATE_FP32 ? 4 : state == STATE_BF16 ? 2 : 1;
@@ -464,8 +488,8 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         b.v += BLOCK * state_bytes(state);
         b.m_scale++;
         b.v_scale++;
-        if (param == PARAM_SPLIT)
-            b.remainder += BLOCK * 2;
+        if (remainder_bytes(param))
+            b.remainder += BLOCK * remainder_bytes(param);
         b.pair += PAIRS;
     }
     if (blocks > 0)
@@ -483,7 +507,9 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         update_all(PARAM_##param, STATE_##state, 1, n, b, blocks);                                                 \
     }
 #define FOR_STATES(DO, param) DO(param, FP32) DO(param, BF16) DO(param, INT8) DO(param, FP8)
-#define FOR_ALL(DO) FOR_STATES(DO, FP32) FOR_STATES(DO, NEAREST) FOR_STATES(DO, STOCHASTIC) FOR_STATES(DO, SPLIT)
+#define FOR_ALL(DO)                                                                                                \
+    FOR_STATES(DO, FP32) FOR_STATES(DO, NEAREST) FOR_STATES(DO, STOCHASTIC) FOR_STATES(DO, SPLIT)                  \
+    FOR_STATES(DO, SPLIT24)
 #define NAME(param, state) update_##param##_##state, update_##param##_##state##_coupled,
 
 FOR_ALL(DEFINE)
@@ -492,7 +518,7 @@ static update_blocks *const KERNELS[KINDS] = {FOR_ALL(NAME)};
 
 /* A short block: in a copy that is padded with zeros. */
 static void update_short(update_blocks *kernel, const numbers_t *n, const block_t *b, size_t numel, size_t p_bytes,
-                         size_t m_bytes)
+                         size_t m_bytes, size_t remainder_bytes)
 {
     unsigned char p[BLOCK * 4] = {0}, g[BLOCK * 4] = {0}, m[BLOCK * 4] = {0}, v[BLOCK * 4] = {0};
     unsigned char remainder[BLOCK * 2] = {0};
@@ -502,13 +528,13 @@ static void update_short(update_blocks *kernel, const numbers_t *n, const block_
     copy.m = memcpy(m, b->m, numel * m_bytes);
     copy.v = memcpy(v, b->v, numel * m_bytes);
     if (b->remainder)
-        copy.remainder = memcpy(remainder, b->remainder, numel * 2);
+        copy.remainder = memcpy(remainder, b->remainder, numel * remainder_bytes);
     kernel(n, &copy, 1);
     memcpy(b->p, p, numel * p_bytes);
     memcpy(b->m, m, numel * m_bytes);
     memcpy(b->v, v, numel * m_bytes);
     if (b->remainder)
-        memcpy(b->remainder, remainder, numel * 2);
+        memcpy(b->remainder, remainder, numel * remainder_bytes);
 }
 
 /* update_range for this instruction set. */
@@ -518,7 +544,7 @@ void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *
     const int coupled = t->kind % 2;
     const enum param param = (enum param)(t->kind / 8);
     const enum state state = (enum state)(t->kind / 2 % 4);
-    const int p_bytes = param_bytes(param), m_bytes = state_bytes(state);
+    const int p_bytes = param_bytes(param), m_bytes = state_bytes(state), r_bytes = remainder_bytes(param);
     const int coded = state == STATE_INT8 || state == STATE_FP8;
     numbers_t n = {*c, c->w1, c->w2};
     if (!coupled) {
@@ -530,7 +556,7 @@ void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *
         .g = (unsigned char *)(uintptr_t)t->grad + begin * p_bytes,
         .m = (unsigned char *)(uintptr_t)t->exp_avg + begin * m_bytes,
         .v = (unsigned char *)(uintptr_t)t->exp_avg_sq + begin * m_bytes,
-        .remainder = param == PARAM_SPLIT ? (unsigned char *)(uintptr_t)t->remainder + begin * 2 : 0,
+        .remainder = r_bytes ? (unsigned char *)(uintptr_t)t->remainder + begin * r_bytes : 0,
         .m_scale = coded ? (f32_t *)(uintptr_t)t->exp_avg_scale + begin / BLOCK : 0,
         .v_scale = coded ? (f32_t *)(uintptr_t)t->exp_avg_sq_scale + begin / BLOCK : 0,
         .pair = (uint32_t)((uint64_t)(t->start + begin) / 2),
@@ -545,12 +571,12 @@ void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *
     b.g += blocks * BLOCK * p_bytes;
     b.m += blocks * BLOCK * m_bytes;
     b.v += blocks * BLOCK * m_bytes;
-    if (param == PARAM_SPLIT)
-        b.remainder += blocks * BLOCK * 2;
+    if (r_bytes)
+        b.remainder += blocks * BLOCK * r_bytes;
     if (coded) {
         b.m_scale += blocks;
         b.v_scale += blocks;
     }
     b.pair += (uint32_t)(blocks * PAIRS);
-    update_short(KERNELS[t->kind], &n, &b, (size_t)rest, (size_t)p_bytes, (size_t)m_bytes);
+    update_short(KERNELS[t->kind], &n, &b, (size_t)rest, (size_t)p_bytes, (size_t)m_bytes, (size_t)r_bytes);
 }

@@ -9,17 +9,17 @@
 #include <stdint.h>
 
 /* Number of this interface; cpu.py refuses a library of another. */
-#define OFFLOAD_ABI 1
+#define OFFLOAD_ABI 2
 
 /* Elements that share a scale, and the unit in which tensors are updated. */
 #define BLOCK 256
 
 /* How a parameter, and how its moments are stored: formats.PARAM_KINDS and STATE_DTYPES, in their order. */
-enum param { PARAM_FP32, PARAM_NEAREST, PARAM_STOCHASTIC, PARAM_SPLIT };
+enum param { PARAM_FP32, PARAM_NEAREST, PARAM_STOCHASTIC, PARAM_SPLIT, PARAM_SPLIT24 };
 enum state { STATE_FP32, STATE_BF16, STATE_INT8, STATE_FP8 };
 
 /* (param * 4 + state) * 2 + coupled */
-#define KINDS 32
+#define KINDS 40
 
 /* One tensor of a call: addresses (of any alignment), and numbers. */
 struct tensor {
@@ -27,7 +27,7 @@ struct tensor {
     int64_t exp_avg, exp_avg_sq;   /* [numel] fp32, bf16, or codes of 8 bits */
     int64_t exp_avg_scale;         /* [ceil(numel / BLOCK)] fp32, for codes, else 0 */
     int64_t exp_avg_sq_scale;
-    int64_t remainder;             /* [numel] int16, for PARAM_SPLIT, else 0 */
+    int64_t remainder;             /* [numel] int16 for PARAM_SPLIT, int8 for PARAM_SPLIT24, else 0 */
     int64_t numel;
     int64_t start;                 /* position of the first element in its parameter, a multiple of BLOCK */
     int64_t key_param, key_v;      /* of the random bits, or of the rounding thresholds of codes: uint32 */

@@ -18,8 +18,8 @@ Features, each behind the configuration key of that name:
 - ``profiler``: torch.profiler traces.
 
 Stops with status 2 and one line for what the user can mend: an unknown key, a missing file, a device that is
-not there, memory that runs out, a loss that is not finite. SIGINT and SIGTERM finish the step, save, and end
-with status 130 and 143.
+not there, memory that runs out, a loss, gradients or weights that are not finite. SIGINT and SIGTERM finish the
+step, save, and end with status 130 and 143.
 
     tune run full_finetune_single_device --config llama2_7b_offload optimizer.lr=1e-5
 """
@@ -148,6 +148,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
         """Save the model and all that a resume needs; returns the folder."""
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
+            self.check_weights()
             return self.checkpoints.save(
                 self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state()
             )

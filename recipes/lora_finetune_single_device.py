@@ -23,8 +23,8 @@ Features, each behind the configuration key of that name:
 - ``profiler``: torch.profiler traces.
 
 Stops with status 2 and one line for what the user can mend: an unknown key, a missing file, a device that is
-not there, memory that runs out, a loss that is not finite. SIGINT and SIGTERM finish the step, save, and end
-with status 130 and 143.
+not there, memory that runs out, a loss, gradients or weights that are not finite. SIGINT and SIGTERM finish the
+step, save, and end with status 130 and 143.
 
     tune run lora_finetune_single_device --config llama2_7b_lora model.lora_rank=16
 """
@@ -161,6 +161,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
         only_adapter = self.settings.save_adapter_weights_only
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
+            self.check_weights()
             return self.checkpoints.save(
                 self.global_step,
                 model=None if only_adapter else merged_weights(self.model),

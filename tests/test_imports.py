@@ -1,8 +1,8 @@
 """The import graph keeps DESIGN.md's one-way rule, and what must stay light stays light.
 
 Rooms, from the top: cli, then training, then plan and models, then the optimizer beside the simulation, then engine
-and optim. A module imports from its own room, from any room below, and from the leaves (errors, component), which
-everything may use.
+and optim. A module imports from its own room, from any room below, and from the leaves (errors, component, streams),
+which everything may use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVELS = {
     "optim": 1,
     "leaf": 0,
 }
-LEAVES = {"offload.errors", "offload.component"}
+LEAVES = {"offload.errors", "offload.component", "offload.streams"}
 # These load the rest when it is asked for, never when they are imported themselves.
 DOORS = {"offload", "offload.__main__", "offload._startup"}
 # What every start of Python or every answer of the command imports.
@@ -40,6 +40,7 @@ LIGHT = (
     "offload.cli",
     "offload.errors",
     "offload.component",
+    "offload.streams",
 )
 
 

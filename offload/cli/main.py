@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import offload
-from offload import _startup
+from offload import _startup, streams
 from offload.cli import registry
 from offload.errors import UserError
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own ``SystemExit`` is passed through.
     """
     _startup.disarm()
-    _open_closed_streams()
+    streams.open_missing()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)
@@ -101,18 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _open_closed_streams() -> None:
-    """Stand-ins for standard streams that the caller closed (``>&-``): a file would take their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            # The lowest number that is free is the closed one, since those below are open.
-            with contextlib.suppress(OSError):
-                os.fstat(number)
-                continue
-            opened = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(opened, "w" if number else "r"))  # noqa: SIM115
 
 
 def script() -> NoReturn:

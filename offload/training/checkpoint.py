@@ -5,7 +5,8 @@ loads; an adapter is in ``step_<n>/adapter``, which peft loads; ``recipe_state.p
 needs besides. The adapter has a folder of its own because transformers, where peft is installed, takes a
 folder with an ``adapter_config.json`` for an adapter and leaves the (merged) model beside it unread.
 
-A folder named ``step_<n>`` is whole: it is written under another name, forced to the disk and then renamed.
+A folder named ``step_<n>`` is whole: it is written under another name, forced to the disk and then renamed. What
+became of it on the disk since, the checksums in its manifest tell.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +29,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from offload.errors import UserError
-from offload.training import base_checkpoint, checkpoint_folders, peft_adapter, torchao_shim
+from offload.training import base_checkpoint, checkpoint_folders, checkpoint_manifest, peft_adapter, torchao_shim
 from offload.training import recipe_state as state_file
+from offload.training.checkpoint_manifest import FORMAT, DamagedCheckpoint, whole_checkpoints
+from offload.training.checkpoint_sums import checksum
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
-MANIFEST_NAME = "checkpoint.json"
 STATE_NAME = "recipe_state.pt"
 INDEX_NAME = "model.safetensors.index.json"
-FORMAT = 1
 
 # Bytes in one weight file. Only one at a time is held in host memory when the model is on an accelerator.
 SHARD_BYTES = 4 * 2**30
@@ -88,10 +90,11 @@ class CheckpointManager:
         if keep_last_n is not None and (isinstance(keep_last_n, bool) or keep_last_n < 1):
             raise UserError(f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints")
         self.keep_last_n = keep_last_n
-        self.output_dir = Path(output_dir).expanduser().absolute()
+        self.output_dir = output_folder(output_dir)
         self.base = base_checkpoint.read_base(checkpointer)
         _check_apart(self.base.directory, self.output_dir)
         _check_writable(self.output_dir)
+        self._damaged: set[Path] = set()
         # Made once: the base checkpoint's weight files may be gone by the time a checkpoint is saved.
         self._torchtune = _torchtune_checkpointer(self.base.directory, self.base.files, self.base, self.output_dir)
 
@@ -114,37 +117,61 @@ class CheckpointManager:
         checkpoints = whole_checkpoints(self.output_dir)
         return checkpoints[-1] if checkpoints else None
 
+    def load_newest(self) -> tuple[Path, Loaded] | None:
+        """The newest checkpoint in ``output_dir`` that is not damaged; None if there is none.
+
+        A line tells of each damaged one, which is the first to be deleted from here on.
+        """
+        checkpoint_folders.clean(self.output_dir)
+        for path in reversed(whole_checkpoints(self.output_dir)):
+            try:
+                return path, self.load(path)
+            except DamagedCheckpoint as error:
+                logger.warning("skipped: %s", error)
+                self._damaged.add(path)
+        return None
+
+    def load_chosen(self, name: str) -> tuple[Path, Loaded]:
+        """The checkpoint of that name in ``output_dir`` (``step_20``), or in the folder of that path.
+
+        Raises:
+            UserError: as :meth:`load`.
+        """
+        path = self.output_dir / name
+        if not path.is_dir():
+            path = _expanded(name, "resume_from_checkpoint")
+        if not path.is_dir():
+            here = [checkpoint.name for checkpoint in whole_checkpoints(self.output_dir)]
+            raise UserError(
+                f"resume_from_checkpoint: there is no folder {name}, neither in {self.output_dir} nor as a path; give "
+                f"True for the newest checkpoint, False to start anew, or one of {', '.join(here) or '(none there)'}"
+            )
+        return path, self.load(path)
+
     def load(self, path: str | Path) -> Loaded:
         """Reads a checkpoint that :meth:`save` wrote.
 
         Raises:
-            UserError: if it is none, is incomplete or damaged.
+            DamagedCheckpoint: if it is incomplete or damaged.
+            UserError: if it is none, or another model's.
         """
         path = Path(path).expanduser().absolute()
-        manifest = _read_manifest(path)
-        try:
-            content = state_file.read(path / STATE_NAME)
-            adapter, state = content["adapter"], content["recipe_state"]
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
-            raise UserError(
-                f"{path / STATE_NAME} is damaged ({_one_line(error)}): resume from another checkpoint"
-            ) from error
+        manifest = checkpoint_manifest.read(path)
+        checkpoint_manifest.verify(path, manifest)
+        adapter, state = _read_state(path / STATE_NAME)
         model = None
         if adapter is None:
-            names = [name for name in manifest["files"] if "/" not in name and name.endswith(".safetensors")]
+            names = [name for name in manifest.sizes if "/" not in name and name.endswith(".safetensors")]
             for name in names:
-                base_checkpoint.check_safetensors(path / name)
+                try:
+                    base_checkpoint.read_safetensors_header(path / name)
+                except (OSError, ValueError) as error:
+                    raise DamagedCheckpoint(
+                        f"{path / name} is damaged: {error}: resume from another checkpoint"
+                    ) from error
             reader = _torchtune_checkpointer(path, tuple(names), self.base, self.output_dir)
             model = _load_model(reader, self.base, path)
-        return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest["step"])
+        return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest.step)
 
     # ------------------------------------------------------------------------------------------ saving
 
@@ -193,14 +220,16 @@ class CheckpointManager:
         temporary = checkpoint_folders.sibling(final, "tmp")
         try:
             temporary.mkdir(parents=True)
+            sums: dict[str, str] = {}
             if model is not None:
-                self._write_model(temporary, model)
+                sums |= self._write_model(temporary, model)
                 self._write_companions(temporary, model)
             if adapter is not None:
                 assert adapter_config is not None
                 self._write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
-            _write_state(temporary / STATE_NAME, state)
-            self._write_manifest(temporary, step)
+            sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
+            _allow_as_usual(temporary)
+            self._write_manifest(temporary, step, sums)
             checkpoint_folders.fsync_tree(temporary)
             checkpoint_folders.publish(temporary, final)
         except BaseException as error:
@@ -212,13 +241,14 @@ class CheckpointManager:
         self._delete_old(final)
         return final
 
-    def _write_model(self, folder: Path, model: Mapping[str, Tensor]) -> None:
-        """Writes the weights in Hugging Face's format, a shard at a time, and their index."""
+    def _write_model(self, folder: Path, model: Mapping[str, Tensor]) -> dict[str, str]:
+        """Writes the weights in Hugging Face's format, a shard at a time, and their index; returns checksums."""
         shards = _shards(model, SHARD_BYTES)
         staging = folder / "staging"
         nothing = folder / "nothing"
         nothing.mkdir()
         weight_map = {}
+        sums = {}
         total = 0
         for number, names in enumerate(shards, 1):
             with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), quiet_torchtune():
@@ -230,6 +260,7 @@ class CheckpointManager:
             (written,) = staging.glob("epoch_0/*.safetensors")
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
             os.rename(written, folder / name)
+            sums[name] = checksum(folder / name)  # while it is in the page cache
             for key, entry in base_checkpoint.read_safetensors_header(folder / name).items():
                 weight_map[key] = name
                 total += entry["data_offsets"][1] - entry["data_offsets"][0]
@@ -237,6 +268,7 @@ class CheckpointManager:
         nothing.rmdir()
         # torchtune's own index lists the names of the base checkpoint, written or not.
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        return sums
 
     def _write_companions(self, folder: Path, model: Mapping[str, Tensor]) -> None:
         config = json.loads(self.base.config_text)
@@ -276,15 +308,9 @@ class CheckpointManager:
             config=self.base.config,
         )
 
-    def _write_manifest(self, folder: Path, step: int) -> None:
-        known = [_sequence(path) for path in whole_checkpoints(self.output_dir)]
-        files = {
-            path.relative_to(folder).as_posix(): path.stat().st_size
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        manifest = {"format": FORMAT, "step": step, "sequence": max(known, default=0) + 1, "files": files}
-        _write_json(folder / MANIFEST_NAME, manifest)
+    def _write_manifest(self, folder: Path, step: int, sums: Mapping[str, str]) -> None:
+        sequence = checkpoint_manifest.next_sequence(self.output_dir)
+        checkpoint_manifest.write(folder, step=step, sequence=sequence, sums=sums)
 
     def _check_space(self, final: Path, needed: int) -> None:
         free = _free_bytes(self.output_dir)
@@ -304,7 +330,9 @@ class CheckpointManager:
     def _delete_old(self, newest: Path) -> None:
         if self.keep_last_n is None:
             return
+        self._damaged.discard(newest)
         others = [path for path in whole_checkpoints(self.output_dir) if path != newest]
+        others.sort(key=lambda path: path not in self._damaged)
         for path in others[: max(0, len(others) - (self.keep_last_n - 1))]:
             # This run may have started from a checkpoint that an earlier run left in the same folder.
             if path.resolve() != self.base.directory.resolve():
@@ -460,54 +488,37 @@ def _prepare_state(state: Mapping[str, Any], adapter: Mapping[str, Tensor] | Non
     return prepared
 
 
-def _write_state(path: Path, state: state_file.Prepared) -> None:
-    state_file.write({"format": FORMAT, **state.value}, path)
+def _write_state(path: Path, state: state_file.Prepared) -> str:
+    return state_file.write({"format": FORMAT, **state.value}, path)
+
+
+def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+    """(adapter, recipe_state)"""
+    try:
+        content = state_file.read(path)
+        adapter, state = content["adapter"], content["recipe_state"]
+        if not isinstance(state, dict):
+            raise TypeError(f"recipe_state is a {type(state).__name__}")
+        if adapter is not None and not (
+            isinstance(adapter, dict) and all(isinstance(value, Tensor) for value in adapter.values())
+        ):
+            raise TypeError("adapter holds what is no tensor")
+    except MemoryError:
+        raise
+    except Exception as error:  # PyTorch's unpickler raises whatever a damaged file leads it into
+        raise DamagedCheckpoint(f"{path} is damaged ({_one_line(error)}): resume from another checkpoint") from error
+    return adapter, state
+
+
+def _allow_as_usual(folder: Path) -> None:
+    """Gives weight files the permissions of any new file: safetensors makes them readable by their owner alone."""
+    usual = stat.S_IMODE((folder / STATE_NAME).stat().st_mode)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(usual)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a run's ``output_dir``, in the order in which they were saved."""
-    found = []
-    for step, path in checkpoint_folders.step_folders(folder):
-        try:
-            found.append((_read_manifest(path)["sequence"], step, path))
-        except UserError as error:
-            logger.warning("skipped: %s", error)
-    return [path for _, _, path in sorted(found)]
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files all have the sizes noted there; UserError otherwise."""
-    if not path.is_dir():
-        raise UserError(f"there is no checkpoint {path}")
-    try:
-        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-        files, step, sequence, version = (manifest[key] for key in ("files", "step", "sequence", "format"))
-        sizes = {str(name): int(size) for name, size in files.items()}
-        assert isinstance(step, int) and isinstance(sequence, int)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is not a checkpoint of a run: it has no {MANIFEST_NAME}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"{path / MANIFEST_NAME} is damaged: resume from another checkpoint") from error
-    if version != FORMAT:
-        raise UserError(f"{path} was written by another version of tune-offload (format {version}, this is {FORMAT})")
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            raise UserError(f"{path} is incomplete: {name} is missing: resume from another checkpoint")
-        if file.stat().st_size != size:
-            raise UserError(
-                f"{path} is damaged: {name} has {file.stat().st_size} bytes, {size} were written: resume "
-                "from another checkpoint"
-            )
-    return manifest
-
-
-def _sequence(path: Path) -> int:
-    return _read_manifest(path)["sequence"]
 
 
 def _check_apart(checkpoint_dir: Path, output_dir: Path) -> None:
@@ -519,12 +530,27 @@ def _check_apart(checkpoint_dir: Path, output_dir: Path) -> None:
         )
 
 
+def output_folder(output_dir: str | Path) -> Path:
+    """``output_dir`` as an absolute path; UserError where it is none."""
+    return _expanded(output_dir, "output_dir")
+
+
+def _expanded(path: str | Path, key: str) -> Path:
+    if not str(path).strip() or "\0" in str(path):
+        raise UserError(f"{key}: got {str(path)!r}, expected the path of a folder, e.g. {key}=outputs/run1")
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise UserError(
+            f"{key}: {path}: there is no such user on this machine: give the folder's whole path"
+        ) from error
+
+
 def _check_writable(folder: Path) -> None:
-    probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # has no name, so a kill leaves nothing
+            pass
     except OSError as error:
         raise UserError(
             f"output_dir: cannot write to {folder}: {error.strerror or error}: choose another output_dir"

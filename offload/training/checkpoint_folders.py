@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from offload.training.durable import sync
+
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d+)")
@@ -95,7 +97,7 @@ def fsync_tree(folder: Path) -> None:
 def _fsync(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

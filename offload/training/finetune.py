@@ -20,21 +20,27 @@ from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.models.torchtune import TorchtuneModel
 from offload.optim import unpacked
-from offload.training import torchao_shim
-from offload.training.checkpoint import CheckpointManager, Loaded, quiet_torchtune
+from offload.training import disk_space, torchao_shim
+from offload.training.checkpoint import CheckpointManager, Loaded, output_folder, quiet_torchtune
+from offload.training.checkpoint_manifest import read as read_manifest
+from offload.training.checkpoint_manifest import whole_checkpoints
 from offload.training.config import instantiate
 from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
+from offload.training.launch import NothingToDo
 from offload.training.loss import IGNORE_INDEX, SummedLoss
 from offload.training.model import compile_layers, num_parameters, prepare_activations
 from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
+from offload.training.output_lock import OutputLock
 from offload.training.progress import say
 from offload.training.reporting import Reporter
+from offload.training.resume import check_fields, check_like, putting_back
 from offload.training.settings import TrainSettings
 from offload.training.step import (
     build_profiler,
     build_scheduler,
     check_training,
+    check_weights,
     count_steps,
     evaluate,
     resume_notes,
@@ -53,6 +59,7 @@ class FinetuneRecipe:
         saved: the last checkpoint that this process saved.
         saved_step: optimizer steps that the newest checkpoint of the run holds.
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
+        resumed_from: the checkpoint that this process began with.
     """
 
     model: nn.Module
@@ -63,13 +70,15 @@ class FinetuneRecipe:
     def __init__(self, settings: TrainSettings, cfg: DictConfig) -> None:
         torchao_shim.install()
         self.settings, self.cfg = settings, cfg
-        self.output_dir = Path(settings.output_dir)
+        self.output_dir = output_folder(settings.output_dir)
         self.epoch = 0
         self.step_in_epoch = 0
         self.global_step = 0
         self.saved: Path | None = None
         self.saved_step = 0
         self.is_between_steps = True
+        self.resumed_from: Path | None = None
+        self.lock: OutputLock | None = None
         self.reporter: Reporter | None = None
         self.is_profiling = False
 
@@ -83,6 +92,7 @@ class FinetuneRecipe:
         self.dtype = find_dtype(settings.dtype, self.device)
         say(reason)
         self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
+        self.lock = OutputLock(self.output_dir)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
         with quiet_torchtune():
@@ -96,16 +106,19 @@ class FinetuneRecipe:
         return resumed
 
     def _find_checkpoint(self) -> Loaded | None:
-        if not self.settings.resume_from_checkpoint:
+        chosen = self.settings.resume_from_checkpoint
+        if chosen is False:
             return None
-        path = self.checkpoints.latest()
-        if path is None:
+        found = self.checkpoints.load_newest() if chosen is True else self.checkpoints.load_chosen(chosen)
+        if found is None:
             raise UserError(
                 f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir of "
                 "the run to go on with, or start anew with resume_from_checkpoint=False"
             )
-        say(f"resuming from {path}")
-        return self.checkpoints.load(path)
+        self.resumed_from, loaded = found
+        check_fields(loaded.recipe_state, self.resumed_from)
+        say(f"resuming from {self.resumed_from}")
+        return loaded
 
     def setup_data(self) -> None:
         """Tokenizer, loss, data sets, and how many steps they make."""
@@ -154,10 +167,15 @@ class FinetuneRecipe:
         if self.step_in_epoch >= self.steps_per_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
         left = (settings.epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
-        if left <= 0:
+        if left == 0:
+            raise NothingToDo(
+                f"nothing is left to train: the run ended with step {self.global_step}, and {self.resumed_from} holds "
+                "its result. To go on, raise epochs or max_steps_per_epoch"
+            )
+        if left < 0:
             raise UserError(
-                f"epochs: the checkpoint is at step {self.global_step}, the end of this run; nothing is left to train. "
-                "Raise epochs or max_steps_per_epoch"
+                f"epochs: the checkpoint is at step {self.global_step}, beyond the end of this run; nothing is left to "
+                "train. Raise epochs or max_steps_per_epoch"
             )
         self.total_steps = self.global_step + left
 
@@ -213,17 +231,22 @@ class FinetuneRecipe:
             state = resumed.recipe_state
             check_resumed(state["config"], self.cfg, self.optimizer)
             saved = state["optimizer"]
-            if not getattr(self.optimizer, "owns_loaded_states", False):
-                saved = unpacked(saved, [p for group in self.optimizer.param_groups for p in group["params"]])
-            self.optimizer.load_state_dict(saved)
+            assert self.resumed_from is not None
+            with putting_back("optimizer", self.resumed_from):
+                if not getattr(self.optimizer, "owns_loaded_states", False):
+                    saved = unpacked(saved, [p for group in self.optimizer.param_groups for p in group["params"]])
+                self.optimizer.load_state_dict(saved)
             if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+                with putting_back("lr_scheduler", self.resumed_from):
+                    check_like(state["lr_scheduler"], self.lr_scheduler.state_dict(), "lr_scheduler")
+                    self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         set_mode(self.optimizer, "train")
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
         settings = self.settings
         state = resumed.recipe_state if resumed else {}
+        self._plan_checkpoints()
         self.profiler = build_profiler(settings.profiler)
         self.reporter = Reporter(
             self.cfg,
@@ -236,11 +259,46 @@ class FinetuneRecipe:
             resume_step=self.global_step if resumed else None,
             tokens_seen=state.get("tokens_seen", 0),
             data=self.batches.facts,
+            last_checkpoint=lambda: self.saved or self.resumed_from,
         )
         if resumed:
-            set_random_state(state["random"], self.device)
+            assert self.resumed_from is not None
+            with putting_back("random", self.resumed_from):
+                set_random_state(state["random"], self.device)
             for note in resume_notes(state["config"], self.cfg):
                 say(f"note: {note}")
+
+    def _plan_checkpoints(self) -> None:
+        """Say what disk the run will need; UserError where not even one checkpoint fits."""
+        settings = self.settings
+        only_trained = getattr(settings, "save_adapter_weights_only", False)
+        weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad or not only_trained)
+        is_foreseeable = str(settings.optimizer["_component_"]).startswith(disk_space.FORESEEABLE)
+        states = (
+            disk_space.state_bytes(self.optimizer, lambda named: instantiate(settings.optimizer, named))
+            if is_foreseeable
+            else None
+        )
+        count = disk_space.num_saves(
+            every=settings.save_every_n_steps,
+            total_steps=self.total_steps,
+            done_steps=self.global_step,
+            epochs_left=settings.epochs - self.epoch,
+        )
+        present = [sum(read_manifest(path).sizes.values()) for path in whole_checkpoints(self.output_dir)]
+        for line in disk_space.plan(
+            self.output_dir,
+            weights=weights * self.dtype.itemsize,
+            states=states,
+            count=count,
+            keep=settings.keep_last_n,
+            present=present,
+        ):
+            say(line)
+
+    def check_weights(self) -> None:
+        """UserError where a trained weight is NaN or infinite: before it would be saved over good ones."""
+        check_weights(self.model, self.global_step, self.saved or self.resumed_from)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps happens after this one; never for None."""
@@ -314,7 +372,11 @@ class FinetuneRecipe:
 
     def cleanup(self, exit_code: int) -> None:
         """Close the logs, whatever happened."""
-        if self.is_profiling:
-            self.profiler.stop()
-        if self.reporter is not None:
-            self.reporter.close(exit_code, self.saved)
+        try:
+            if self.is_profiling:
+                self.profiler.stop()
+            if self.reporter is not None:
+                self.reporter.close(exit_code, self.saved)
+        finally:
+            if self.lock is not None:
+                self.lock.release()

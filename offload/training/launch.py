@@ -1,7 +1,8 @@
 """From the command line to a recipe's end: arguments, configuration, exit status.
 
-Exit status: 0 trained; 2 something that the user can mend, told in one line; 130 and 143 after SIGINT and
-SIGTERM, with a checkpoint saved.
+Exit status: 0 trained, or nothing left to train; 2 something that the user can mend, told in one line; 130 and 143
+after SIGINT and SIGTERM, with a checkpoint saved. A reader that leaves (``tune run … | head``) changes nothing: the run
+goes on, saves, and ends with the status that it would have had.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from offload import streams
 from offload.errors import UserError
+
+
+class NothingToDo(Exception):
+    """There is nothing left to do; the text says why. Ends the program with status 0."""
 
 
 class Recipe(Protocol):
@@ -42,6 +48,11 @@ def as_override(word: str) -> str:
 
 def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) -> int:
     """Run a recipe as a program: ``--config PATH [key=value ...]``; returns the exit status."""
+    with streams.unbreakable():
+        return _run_recipe(recipe_class, argv)
+
+
+def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
     from offload.training.config import load_and_check
 
     _quieten()
@@ -52,6 +63,7 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
     arguments, unknown = parser.parse_known_args(
         [as_override(word) for word in (sys.argv[1:] if argv is None else argv)]
     )
+    recipe: Recipe | None = None
     try:
         notes: list[str] = []
         settings: Any
@@ -63,8 +75,18 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
             print(f"note: {note}", file=sys.stderr)
         recipe = recipe_class(settings, cfg)
         return _run(recipe)
+    except NothingToDo as done:
+        print(done)
+        return 0
     except KeyboardInterrupt:
-        print("interrupted before training began; nothing was saved", file=sys.stderr)
+        # While a recipe trains, signals go to its Interrupt: what comes here came before training or after it.
+        saved = getattr(recipe, "saved", None)
+        print(
+            "interrupted before training began; nothing was saved"
+            if saved is None
+            else f"interrupted at the end; {saved} is whole",
+            file=sys.stderr,
+        )
         return 130
     except Exception as error:
         line = _mendable(error)

@@ -20,6 +20,7 @@ is ``null`` too.
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import os
@@ -27,12 +28,14 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from offload.training.durable import sync
 from offload.training.progress import say
 from offload.training.run_record import RUN_FILE
 
@@ -85,12 +88,17 @@ class MetricLog:
             _set_aside(self.path, self.path.with_name(RUN_FILE))
         else:
             _keep_lines_up_to(self.path, resume_step)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._file = self._open()
+        self._unwritten: deque[bytes] = deque()
+        self._told_of_failure = False
         self._mirrors = [_MirrorThread(mirror) for mirror in mirrors]
         self._mirror_patience = mirror_patience
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Writes one line and hands the values to the mirrors.
+
+        A line that cannot be written (a full disk) costs one warning: it is kept and written, in its place, once
+        there is room.
 
         Args:
             values: numbers by name; a one-element tensor is read (which waits for its device), None is
@@ -99,11 +107,13 @@ class MetricLog:
 
         Raises:
             TypeError: a value is not a number.
-            OSError: the line cannot be written (disk full).
             ValueError: the log is closed.
         """
         numbers = {name: _as_number(name, value) for name, value in values.items()}
-        self._write(_line(numbers, step=step, now=time.time()))
+        if self._file.closed:
+            raise ValueError(f"{self.path} is closed")
+        self._unwritten.append(_line(numbers, step=step, now=time.time()))
+        self._write_all()
         known = {name: number for name, number in numbers.items() if number is not None}
         for mirror in self._mirrors:
             mirror.put("log_dict", known, step)
@@ -132,17 +142,63 @@ class MetricLog:
             exit_code: 0 if the run ended well; mirrors that take it mark the run as failed otherwise.
         """
         if not self._file.closed:
+            self._write_all()
+            if self._unwritten:
+                _warn(f"{self.path} lacks the last {len(self._unwritten)} lines: they could not be written")
             self._file.close()
         mirrors, self._mirrors = self._mirrors, []
         for mirror in mirrors:
             mirror.put("close", exit_code)
+        patience = self._mirror_patience
         for mirror in mirrors:
-            mirror.join(self._mirror_patience)
+            try:
+                mirror.join(patience)
+            except KeyboardInterrupt:  # all that matters is saved: whoever waits need not
+                patience = 0.0
+                mirror.join(patience)
 
-    def _write(self, line: bytes) -> None:
+    def restore(self) -> None:
+        """Writes what is to be written yet; all of it, with a warning, if the file was deleted or moved away."""
+        self._write_all()
+
+    def _follow(self) -> None:
+        there = os.fstat(self._file.fileno())
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            now = None
+        if now is not None and os.path.samestat(now, there):
+            return
+        content = os.pread(self._file.fileno(), there.st_size, 0)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before, self._file = self._file, self._open()
+        before.close()
+        if now is None and content:  # else an editor put another file in its place, with what is to be kept
+            self._unwritten.appendleft(content)
+            _warn(f"{self.path} was deleted during the run: it is written again with all its lines")
+
+    def _open(self) -> io.FileIO:
+        return open(self.path, "a+b", buffering=0)
+
+    def _write_all(self) -> None:
+        """Writes the lines that are still to be written, in order, as far as that is possible."""
+        try:
+            self._follow()
+            while self._unwritten:
+                self._append(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._told_of_failure:
+                self._told_of_failure = True
+                _warn(
+                    f"{self.path}: {error.strerror or error}: training goes on, and lines are kept until they can be "
+                    "written"
+                )
+
+    def _append(self, line: bytes) -> None:
         # One unbuffered write: the line reaches the kernel whole, and a kill cannot lose it. Only a full
         # disk makes it shorter than asked; then the next line must not be glued to the torn one.
-        start = self._file.tell()
+        start = os.fstat(self._file.fileno()).st_size
         written = self._file.write(line)
         if written != len(line):
             self._file.truncate(start)
@@ -227,6 +283,8 @@ def _numbered(path: Path, n: int) -> Path:
 
 def _keep_lines_up_to(path: Path, step: int) -> None:
     """Rewrites the file with its lines up to ``step``, whole or not at all (temporary name and rename)."""
+    for leftover in path.parent.glob(f".{path.name}.tmp-*"):  # of a process that was killed here
+        leftover.unlink(missing_ok=True)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -242,7 +300,7 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
     with open(temporary, "wb") as file:
         file.write(kept)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     temporary.replace(path)
 
 
@@ -262,9 +320,10 @@ class _MirrorThread:
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(maxsize=self.CAPACITY)
         self._failed = threading.Event()
         self._told_of_drops = False
+        # Not Thread.join: where Ctrl-C interrupts that, Python before 3.13 takes the thread for ended.
+        self._is_done = threading.Event()
         # A daemon: a mirror that hangs for good does not keep the interpreter from exiting.
-        self._thread = threading.Thread(target=self._run, name=f"mirror-{self._name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"mirror-{self._name}", daemon=True).start()
 
     def takes(self, method: str) -> bool:
         return hasattr(self._mirror, method)
@@ -287,14 +346,19 @@ class _MirrorThread:
 
     def join(self, seconds: float) -> None:
         """Waits for the queued calls, at most ``seconds``; tells if they were not done by then."""
-        self._thread.join(0 if self._failed.is_set() else seconds)
-        if self._thread.is_alive():
+        if not self._is_done.wait(0 if self._failed.is_set() else seconds):
             _warn(f"{self._name} did not finish within {seconds:g} s and is left behind; {METRICS_FILE} is complete.")
             abandon = getattr(self._mirror, "abandon", None)
             if abandon is not None:
                 abandon()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._is_done.set()
+
+    def _serve(self) -> None:
         while True:
             method, arguments = self._queue.get()
             try:

@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload.training.checkpoint_sums import SummingFile
+
 _PLAIN = (bool, int, float, complex, str, bytes)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.Size)
 
@@ -119,21 +121,27 @@ def standalone(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def write(prepared: Any, path: Path) -> None:
+def write(prepared: Any, path: Path) -> str:
     """Writes with ``torch.save``; tensors of an accelerator pass through host memory one at a time.
+
+    Returns:
+        The file's checksum.
 
     Raises:
         OSError: if the disk is full or fails.
     """
     with open(path, "wb") as file:
+        summing: Any = SummingFile(file)
         try:
-            torch.save(prepared, file)
+            torch.save(prepared, summing)
         except RuntimeError as error:
             # While it unwinds from a failed write, PyTorch's writer trips over its own position and raises
             # that instead. Through Python's file object the cause is at hand.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+    checksum: str = summing.checksum
+    return checksum
 
 
 def read(path: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Reporter:
         resume_step: steps done before this process, None for a fresh run.
         tokens_seen: tokens seen before this process.
         data: counts of the rows that were read before training, for ``run.json`` and the metric logger.
+        last_checkpoint: tells the last checkpoint that is good, for advice.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Reporter:
         resume_step: int | None,
         tokens_seen: int,
         data: Mapping[str, int] | None = None,
+        last_checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
+        self._last_checkpoint = last_checkpoint
         self.timer = StepTimer(device)
         self.tokens = Throughput(tokens_seen)
         self._reader = LateReader(device)
@@ -194,7 +197,13 @@ class Reporter:
     def _write(self, line: _Line) -> None:
         values = line.values.read()
         loss = values["loss"] / line.num_steps
-        check_finite(loss, line.step - line.num_steps + 1, line.step, values["lr"])
+        check_finite(
+            {"the loss": loss, "the norm of the gradients": values.get("grad_norm")},
+            line.step - line.num_steps + 1,
+            line.step,
+            values["lr"],
+            self._last_checkpoint(),
+        )
         times = self.timer.read(line.lap)
         rates = line.tokens.rates(self.timer.training_seconds)
         row = {**values, "loss": loss, **rates, **times, **line.memory}
@@ -238,6 +247,7 @@ class Reporter:
             self.flush()
             rest = self.timer.read(self.timer.cut())  # what came after the last line: the final checkpoint
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            self._log.restore()
             values = summarise(read_metrics(self._log.path), rest)
             self._log.log_summary(values)
             self._record.finish(exit_code, values)

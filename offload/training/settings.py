@@ -73,8 +73,8 @@ class TrainSettings:
     """what is trained; its weights come from checkpointer.checkpoint_dir"""
     checkpointer: Checkpointer
     """the base model's folder and kind"""
-    resume_from_checkpoint: bool = False
-    """go on from the newest checkpoint in output_dir"""
+    resume_from_checkpoint: bool | str = False
+    """go on from the newest checkpoint in output_dir, or from one by name (step_100) or path"""
     save_every_n_steps: Annotated[int, AtLeast(1)] | None = None
     """optimizer steps from one checkpoint to the next; null: one at the end of each epoch"""
     keep_last_n: Annotated[int, AtLeast(1)] | None = None

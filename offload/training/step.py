@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from offload.engine.norms import tensor_norms, total_norm
+from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.training.config import instantiate
 from offload.training.data import Batch
@@ -124,15 +126,44 @@ def step_scheduler(scheduler: Any, loss: Tensor) -> None:
         scheduler.step()
 
 
-def check_finite(loss: float, first_step: int, step: int, lr: float) -> None:
-    """Stop a run whose loss is no number any more, before its weights are saved over good ones."""
-    if math.isfinite(loss):
+def check_finite(
+    values: Mapping[str, float | None], first_step: int, step: int, lr: float, last_checkpoint: Path | None
+) -> None:
+    """Stop a run whose loss or gradients are no numbers any more, before its weights are saved over good ones.
+
+    Args:
+        values: by what messages call them: ``the loss``; None for what is not known.
+        first_step: where the values cover several steps, the first.
+        step: the last.
+        lr: what it updated with.
+        last_checkpoint: the advice names it.
+    """
+    where = f"in step {step}" if first_step == step else f"in steps {first_step} to {step}"
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise NotFiniteError(f"{name} became {value} {where} at lr={lr:g}; {_after_divergence(last_checkpoint)}")
+
+
+def check_weights(model: nn.Module, step: int, last_checkpoint: Path | None) -> None:
+    """Stop a run before it saves trained weights that are NaN or infinite; one launch for many and one read."""
+    trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+    largest = torch._foreach_norm([p for _, p in trained], float("inf"))
+    if torch.stack([norm.float().to(largest[0].device) for norm in largest]).isfinite().all():
         return
-    where = f"step {step}" if first_step == step else f"steps {first_step} to {step}"
+    bad = [clean_name(name) for (name, _), norm in zip(trained, largest, strict=True) if not norm.isfinite()]
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     raise NotFiniteError(
-        f"the loss became {loss} in {where} at lr={lr:g}; nothing was saved since. Lower optimizer.lr, warm up "
-        "(lr_scheduler.num_warmup_steps), set clip_grad_norm=1.0, and resume from the last checkpoint with "
-        "resume_from_checkpoint=True"
+        f"the weights {bad[0]}{more} are not finite after step {step}; {_after_divergence(last_checkpoint)}"
+    )
+
+
+def _after_divergence(last_checkpoint: Path | None) -> str:
+    mend = "Lower optimizer.lr, warm up (lr_scheduler.num_warmup_steps), set clip_grad_norm=1.0, and "
+    if last_checkpoint is None:
+        return f"nothing was saved. {mend}start again"
+    return (
+        f"nothing was saved since {last_checkpoint.name}. {mend}resume from that one with "
+        f"resume_from_checkpoint={last_checkpoint}"
     )
 
 

@@ -23,6 +23,7 @@ from offload.training import (
     base_checkpoint,
     checkpoint,
     checkpoint_folders,
+    checkpoint_manifest,
     peft_adapter,
     recipe_state,
     torchao_shim,
@@ -583,9 +584,10 @@ def test_reading_runs_no_code(manager: CheckpointManager) -> None:
 
 
 def _repair_manifest(path: Path) -> None:
-    manifest = json.loads((path / "checkpoint.json").read_text())
-    manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
-    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    """As if what is there had been written so."""
+    before = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").unlink()
+    checkpoint_manifest.write(path, step=before["step"], sequence=before["sequence"], sums={})
 
 
 # ---------------------------------------------------------------------------- newest, kept and deleted
@@ -1049,7 +1051,7 @@ def test_loading_what_is_not_a_whole_checkpoint(manager: CheckpointManager, base
         manager.load(path)
     weights.write_bytes(data)
     (path / "recipe_state.pt").write_bytes(b"\x00" * (path / "recipe_state.pt").stat().st_size)
-    with pytest.raises(UserError, match="recipe_state.pt is damaged"):
+    with pytest.raises(UserError, match="is damaged: recipe_state.pt is not what was written"):
         manager.load(path)
     (path / "checkpoint.json").write_text('{"format": 99, "step": 1, "sequence": 1, "files": {}}')
     with pytest.raises(UserError, match="written by another version"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,7 +137,9 @@ def test_a_fresh_run_sets_an_earlier_file_aside(tmp_path: Path) -> None:
     assert names == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_one_warning_and_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = MetricLog(tmp_path)
     log.log({"loss": 1.0}, 1)
     file = log._file
@@ -151,12 +154,85 @@ def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path: Path, monkeyp
             return getattr(file, name)
 
     monkeypatch.setattr(log, "_file", Short())
-    with pytest.raises(OSError, match="is the disk full"):
-        log.log({"loss": 2.0}, 2)
+    log.log({"loss": 2.0}, 2)
+    log.log({"loss": 2.5}, 3)
+    assert [row["step"] for row in rows(tmp_path)] == [1]
     monkeypatch.undo()
-    log.log({"loss": 3.0}, 3)
+    log.log({"loss": 3.0}, 4)
     log.close()
-    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is the disk full" in line and "training goes on" in line
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricLog(tmp_path)
+    monkeypatch.setattr(log, "_append", lambda line: os.write(os.open("/dev/full", os.O_WRONLY), line))
+    for step in (1, 2):
+        log.log({"loss": 1.0}, step)
+    log.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert "No space left on device: training goes on" in first and "lacks the last 2 lines" in last
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "deleted with its folder"])
+def test_a_file_that_goes_during_the_run_is_written_again(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricLog(tmp_path / "run")
+    for step in (1, 2):
+        log.log({"loss": 1.0}, step)
+    if how == "deleted":
+        log.path.unlink()
+    elif how == "moved":
+        log.path.rename(tmp_path / "moved.jsonl")
+    else:
+        shutil.rmtree(log.path.parent)
+    log.log({"loss": 1.0}, 3)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    log.path.unlink()
+    log.restore()
+    log.log({"loss": 1.0}, 4)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("was deleted during the run") == 2
+
+
+def test_a_file_that_an_editor_puts_in_its_place_is_written_on(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    log.log({"loss": 1.0}, 1)
+    (tmp_path / "new").write_bytes(log.path.read_bytes())
+    (tmp_path / "new").replace(log.path)
+    log.log({"loss": 1.0}, 2)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_leftovers_of_a_killed_resume_are_removed(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    log.log({"loss": 1.0}, 1)
+    log.close()
+    (tmp_path / ".metrics.jsonl.tmp-12345").write_text("half")
+    MetricLog(tmp_path, resume_step=1).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_ctrl_c_stops_waiting_for_a_slow_mirror_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(Recorder):
+        def close(self) -> None:
+            time.sleep(20)
+
+    log = MetricLog(tmp_path, [Slow(), Slow()])
+    log.log({"loss": 1.0}, 1)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    log.close()
+    assert time.monotonic() - start < 5
+    assert capsys.readouterr().err.count("is left behind; metrics.jsonl is complete") == 2
 
 
 def test_reading_leaves_out_a_torn_last_line_only(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Putting a checkpoint's state back: each field is checked before it is used, each failure names it in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offload.errors import UserError
+from offload.training.checkpoint import STATE_NAME
+from offload.training.checkpoint_manifest import DamagedCheckpoint
+
+_COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
+_LEAVES = (Tensor, bool, int, float, complex, type(None))
+
+
+def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:
+    """DamagedCheckpoint where a field of a recipe's state is missing or of a type that no recipe writes.
+
+    Args:
+        state: as :meth:`offload.training.finetune.FinetuneRecipe.recipe_state` makes it.
+        checkpoint: its folder.
+    """
+    for problem in _problems(state):
+        raise DamagedCheckpoint(
+            f"{checkpoint / STATE_NAME} is not what this program writes ({problem}): resume from another checkpoint"
+        )
+
+
+def check_like(saved: Any, own: Any, name: str) -> None:
+    """TypeError where ``saved`` has another form than ``own``, an object's state in the form that it writes."""
+    if own is None:
+        return
+    if isinstance(own, (bool, int, float, Tensor)):
+        if not isinstance(saved, (bool, int, float, Tensor)):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
+    elif isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(own):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)} of {len(own)}")
+        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
+            check_like(one, other, f"{name}[{index}]")
+    elif isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
+        for key in own.keys() & saved.keys():
+            check_like(saved[key], own[key], f"{name}.{key}")
+
+
+@contextlib.contextmanager
+def putting_back(what: str, checkpoint: Path) -> Iterator[None]:
+    """Turns a failure to use what was saved of ``what`` into one line."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # any class's load_state_dict fails in its own way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"resume_from_checkpoint: {what} of {checkpoint / STATE_NAME} cannot be used ({reason}): set {what} as it "
+            "was in that run, resume from another checkpoint, or start anew from its weights with "
+            f"checkpointer.checkpoint_dir={checkpoint} and another output_dir"
+        ) from error
+
+
+def _problems(state: Mapping[str, Any]) -> Iterator[str]:
+    for name in _COUNTS:
+        value = state.get(name)
+        if type(value) is not int or value < 0:
+            yield f"{name} is {_kind(value)}, expected a number from 0"
+    for name in ("optimizer", "random", "config"):
+        if not isinstance(state.get(name), dict):
+            yield f"{name} is {_kind(state.get(name))}, expected a dict"
+    if not isinstance(state.get("lr_scheduler", ""), (dict, type(None))):
+        yield f"lr_scheduler is {_kind(state.get('lr_scheduler'))}, expected a dict or None"
+    if any(not isinstance(key, str) for key in state["config"]):
+        yield "config has a key that is no text"
+    optimizer = state["optimizer"]
+    states, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(states, dict) or not all(isinstance(one, dict) for one in states.values()):
+        yield f"optimizer.state is {_kind(states)}, expected a dict of dicts"
+    else:
+        yield from _odd_leaves(states, "optimizer.state")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        yield f"optimizer.param_groups is {_kind(groups)}, expected a list of dicts with params"
+
+
+def _odd_leaves(value: Any, name: str) -> Iterator[str]:
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif not isinstance(value, _LEAVES):
+        yield f"{name} is {_kind(value)}, expected a tensor or a number"
+    for key, item in items:
+        yield from _odd_leaves(item, f"{name}.{key}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"

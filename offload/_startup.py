@@ -1,6 +1,6 @@
 """Makes this package reachable whichever distribution's files won the installation.
 
-``tune_offload.pth`` imports this module at every Python start, so it imports ``sys`` and nothing else and
+``tune_offload.pth`` loads this module at every Python start, so it imports ``sys`` and nothing else and
 only puts one finder in front of ``sys.meta_path``. The finder acts on the first import of ``torchtune``:
 
 * Ordinarily it lets the import go on, with torchao's missing names restored just before
@@ -94,12 +94,25 @@ def _restore_torchao_before(spec: ModuleSpec) -> None:
 
     def exec_module(module: ModuleType) -> None:
         loader.exec_module = execute  # type: ignore[union-attr, method-assign]
-        from offload.training import torchao_shim
-
-        torchao_shim.install()
+        _torchao_shim().install()
         execute(module)
 
     loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+
+
+def _torchao_shim() -> ModuleType:
+    """The module beside this one: ``offload`` may name something else on this process's path."""
+    import os
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    name = "offload.training.torchao_shim"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "training", "torchao_shim.py"))
+    assert spec is not None and spec.loader is not None
+    shim = module_from_spec(spec)
+    spec.loader.exec_module(shim)
+    return shim
 
 
 _finder = _TorchtuneFinder()

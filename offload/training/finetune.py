@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from offload.engine.units import clean_name
@@ -25,6 +25,7 @@ from offload.training.checkpoint import CheckpointManager, Loaded, output_folder
 from offload.training.checkpoint_manifest import read as read_manifest
 from offload.training.checkpoint_manifest import whole_checkpoints
 from offload.training.config import instantiate
+from offload.training.config_secrets import resolved_and_masked
 from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
 from offload.training.launch import NothingToDo
@@ -330,7 +331,7 @@ class FinetuneRecipe:
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "random": random_state(self.device),
-            "config": OmegaConf.to_container(self.cfg, resolve=True),
+            "config": resolved_and_masked(self.cfg),
         }
 
     def save_checkpoint(self) -> Path:

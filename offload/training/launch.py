@@ -53,7 +53,10 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
 
 
 def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
+    from omegaconf import OmegaConf
+
     from offload.training.config import load_and_check
+    from offload.training.config_secrets import masked_words
 
     _quieten()
     # `python -OO` has no docstrings.
@@ -71,6 +74,8 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             name = unknown[0].lstrip("-") or "key"
             raise UserError(f"unknown option {unknown[0]}: settings are written as {name}=value")
         cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
+        if argv is None:
+            sys.argv[1:] = masked_words(sys.argv[1:], OmegaConf.to_container(cfg, resolve=False))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         recipe = recipe_class(settings, cfg)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from offload.training.config import instantiate
+from offload.training.config_secrets import resolved_and_masked
 from offload.training.data import Batch
 from offload.training.environment import environment
 from offload.training.flops import flops_per_token, matmul_parameters, mfu, peak_flops
@@ -106,7 +107,7 @@ class Reporter:
         self._log = MetricLog(output_dir, mirrors, resume_step=resume_step)
         facts = optimizer_facts(optimizer, cfg.get("optimizer"))
         label = label_of(facts)
-        config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        config = OmegaConf.create(resolved_and_masked(cfg))
         self._log.log_config(config)
         self._log.log_facts({"label": label, "label_parts": facts, "data": dict(data or {})})
         self._record = RunRecord(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload.engine.norms import tensor_norms, total_norm
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.training.config import instantiate
+from offload.training.config_secrets import masked, resolved_and_masked
 from offload.training.data import Batch
 from offload.training.loss import SummedLoss
 
@@ -190,8 +191,7 @@ RESUME_KEYS = ("seed", "batch_size", "gradient_accumulation_steps", "shuffle", "
 
 def resume_notes(saved: Mapping[str, Any], cfg: DictConfig) -> Iterator[str]:
     """A line for each setting that differs from the checkpoint's run and so changes what follows."""
-    now = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(now, dict)
+    saved, now = masked(saved), resolved_and_masked(cfg)  # what was masked when it was saved differs in nothing else
     for key in RESUME_KEYS:
         if key in saved and saved[key] != now.get(key):
             yield f"{key} is {now.get(key)!r} now and was {saved[key]!r} in the checkpoint's run: the run changes here"

@@ -95,8 +95,12 @@ class Environment:
         path.chmod(0o755)
         return path
 
-    def run(self, *command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: object, folder: Path | None = None, pythonpath: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV"))}
+        if pythonpath is not None:
+            clean["PYTHONPATH"] = str(pythonpath)
         return subprocess.run(
             [str(word) for word in command],
             cwd=folder or self.folder,
@@ -183,12 +187,31 @@ def test_the_hook_imports_nothing_of_its_own(environment):
     assert set(hooked) - set(plain) <= {"offload._startup", "__future__"}
 
 
-@pytest.mark.parametrize("damage", ["gone", "broken"])
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_the_hook_is_the_installed_one_whatever_the_path_holds(environment, tmp_path, kind):
+    """Another package called `offload` is neither run at Python's start nor when torchtune is mended."""
+    installed = environment.checkout
+    if kind == "wheel":
+        (environment.packages / "_tune_offload.pth").unlink()
+        shutil.copytree(environment.checkout / "offload", environment.packages / "offload")
+        installed = environment.packages
+    (installed / "offload/training/torchao_shim.py").write_text("def install(): print('mended')\n")
+    for name in ("__init__", "_startup"):
+        (tmp_path / "other/offload").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"other/offload/{name}.py").write_text("print('run'); raise SystemExit(3)\n")
+    program = "import sys; print(sys.modules['offload._startup'].__file__); import torchtune"
+    done = environment.run(environment.python, "-c", program, pythonpath=tmp_path / "other")
+    said = f"{installed / 'offload/_startup.py'}\nmended\ntorchtune is loaded\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+@pytest.mark.parametrize("damage", ["gone", "broken", "exits"])
 def test_a_package_that_is_gone_or_broken_does_not_disturb_python(environment, damage):
     if damage == "gone":
         shutil.rmtree(environment.checkout)
     else:
-        (environment.checkout / "offload/_startup.py").write_text("this is not python\n")
+        text = {"broken": "this is not python\n", "exits": "raise SystemExit(3)\n"}[damage]
+        (environment.checkout / "offload/_startup.py").write_text(text)
     done = environment.run(environment.python, "-c", "print('fine')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 

@@ -239,9 +239,14 @@ def test_an_offline_wandb_run_holds_the_same_values(
     result = workspace.run(
         tmp_path / "run",
         "+metric_logger={_component_: offload.training.wandb_logger.WandBLogger, project: tests, mode: offline}",
+        "+dataset.token=hf_of-the-user",
     )
     assert result.status == 0, result.err
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"recipe_state.pt", "run.json"} <= {path.name for path in kept}
+    assert [path for path in kept if b"hf_of-the-user" in path.read_bytes()] == []
     run = read_run(tmp_path)
+    assert run.config["dataset"]["token"] == "***"
     rows = {row["_step"]: row for row in run.history}
     for row in result.rows:
         for key in KEYS:

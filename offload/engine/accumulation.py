@@ -108,7 +108,12 @@ class HostGradients(Worker):
                 self._in_flight.release([gradient], self._arrived[param])
             else:
                 self._bring(param, buffer, gradient, first=True, measure=measure)
-        param.grad = TakenGradient(param, buffer, on_host=True, wait=self._wait)
+
+        def before_zeroing() -> None:
+            self._wait()
+            self._norms.pop(param, None)
+
+        param.grad = TakenGradient(param, buffer, on_host=True, wait=before_zeroing)
 
     def add(self, param: nn.Parameter, marker: TakenGradient, addend: Tensor, *, measure: bool = False) -> None:
         """Add a later micro-batch's gradient to the one that rests on the host.

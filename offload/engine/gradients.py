@@ -22,6 +22,7 @@ class TakenGradient(Tensor):
         rest: the values, in the parameter's shape; None once an update in backward has consumed them.
         on_host: ``rest`` is in host memory.
         arrived: the addend that autograd delivered since the engine last looked, or None.
+        wait: called before the values are zeroed; blocks until nothing is added to them any more.
     """
 
     rest: Tensor | None

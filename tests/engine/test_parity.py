@@ -338,6 +338,18 @@ def test_gradients_that_nobody_zeroes_add_up_over_steps(
             assert_equal(train_offloaded(case), expected)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("gradients", ["host", "host fp32"])
+@pytest.mark.parametrize("strategy", ["stream", "host"])
+def test_the_norm_of_a_gradient_that_was_zeroed_where_it_rests(strategy: str, gradients: str, dtype: str) -> None:
+    """A branch that the last step does not use keeps its zeros, and the norm that it had is forgotten."""
+    case = Case(
+        "AdamW", strategy, gradients=gradients, dtype=dtype, naming="model", zero="zeros", branch=(False, True), steps=3
+    )
+    case = replace(case, device="late", measure=True)
+    assert_equal(train_offloaded(case), train_plain(case))
+
+
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())

@@ -35,7 +35,7 @@ from offload.training.checkpoint import Loaded
 from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
-from offload.training.model import build_model, load_weights
+from offload.training.model import load_weights
 from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler
@@ -63,8 +63,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
-        self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
-        self.check_length(self.model)
+        self.build_model()
         weights = resumed.model if resumed else self.checkpoints.load_base()
         if weights is None:
             raise UserError(

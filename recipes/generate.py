@@ -33,13 +33,15 @@ from torch import Tensor
 from offload.component import resolve
 from offload.errors import UserError
 from offload.training import recipe_state, torchao_shim
+from offload.training.architecture import cap_logits, check_architecture, check_vocabulary, fill_from_base
+from offload.training.base_checkpoint import BaseCheckpoint
 from offload.training.checkpoint import STATE_NAME, CheckpointManager, whole_checkpoints
 from offload.training.config import AtLeast, AtMost, Component
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
 from offload.training.progress import say
-from offload.training.settings import Checkpointer
+from offload.training.settings import Checkpointer, Model
 from offload.training.tokenizer import build_tokenizer
 
 torchao_shim.install()
@@ -62,7 +64,7 @@ class Prompt:
 class Settings:
     """Everything that this recipe reads from its configuration."""
 
-    model: Component
+    model: Model
     """without adapters: those of a checkpoint are merged"""
     tokenizer: Component
     """the one that the model was trained with"""
@@ -107,8 +109,13 @@ class GenerateRecipe:
         self.prompt = self._tokens_of_prompt()
         # What loads checkpoints also wants a place to save them.
         with tempfile.TemporaryDirectory() as scratch:
-            weights, source = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
+            weights, source, base = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
+            for note in fill_from_base(settings.model, base):
+                _tell(note)
             self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+            check_architecture(self.model, settings.model, base)
+            check_vocabulary(self.tokenizer, self.model)
+            cap_logits(self.model)
             load_weights(self.model, weights, source=str(source))
         self.model.eval()
 
@@ -173,7 +180,7 @@ class GenerateRecipe:
 
 def load_checkpoint(
     section: DictConfig, base_checkpoint_dir: str | None, scratch: Path
-) -> tuple[dict[str, Tensor], Path]:
+) -> tuple[dict[str, Tensor], Path, BaseCheckpoint]:
     """The weights that ``checkpointer`` names, under torchtune's names, adapters merged.
 
     Args:
@@ -182,7 +189,7 @@ def load_checkpoint(
         scratch: an empty folder that may be written to.
 
     Returns:
-        (weights on the CPU, the folder that they come from)
+        (weights on the CPU, the folder that they come from, the checkpoint whose config.json describes them)
 
     Raises:
         UserError: no checkpoint there, a damaged one, or an adapter whose base cannot be found.
@@ -200,7 +207,8 @@ def load_checkpoint(
     has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if has_weights or not (folder / STATE_NAME).is_file():
         section = _with_folder(section, folder)
-        return CheckpointManager(section, scratch / "run").load_base(), folder
+        manager = CheckpointManager(section, scratch / "run")
+        return manager.load_base(), folder, manager.base
 
     content = recipe_state.read(folder / STATE_NAME)
     training = content["recipe_state"]["config"]
@@ -214,7 +222,7 @@ def load_checkpoint(
     manager = CheckpointManager(_with_folder(section, base), scratch / "run")
     adapter = manager.load(folder).adapter
     assert adapter is not None
-    return merge(manager.load_base(), adapter, training["model"]), folder
+    return merge(manager.load_base(), adapter, training["model"]), folder, manager.base
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -47,7 +47,6 @@ from offload.training.lora import (
     merged_weights,
     prepare_adapter,
 )
-from offload.training.model import build_model
 from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler
@@ -79,8 +78,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
-        self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
-        self.check_length(self.model)
+        self.build_model()
         prepare_adapter(self.model)
         load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
         if resumed:

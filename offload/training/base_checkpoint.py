@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -34,6 +33,19 @@ _NOT_BASE_WEIGHTS = (
 _MODEL_TYPES = ("GEMMA", "GEMMA2", "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "PHI3_MINI", "PHI4", "QWEN2")
 _TIED_BY_DEFAULT = ("GEMMA", "GEMMA2")
 _CONFIG_KEYS = ("hidden_size", "num_attention_heads")
+FAMILIES = {
+    "llama": ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"),
+    "mistral": ("MISTRAL", "LLAMA2", "LLAMA3", "LLAMA3_2"),
+    "qwen2": ("QWEN2",),
+    "phi3": ("PHI3_MINI", "PHI4"),
+    "gemma": ("GEMMA",),
+    "gemma2": ("GEMMA2",),
+}
+"""``model_type`` of config.json -> torchtune's model types whose conversion fits its weights, the likeliest first."""
+
+# Names as safetensors and torch have them. 8-bit floats come with scales, which no conversion reads.
+_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 # What else makes a folder a model that transformers and torchtune can use: configuration, tokenizer, licence,
 # and the code of models that bring their own.
@@ -81,6 +93,16 @@ class BaseCheckpoint:
     repo_id: str | None
 
     @property
+    def config_path(self) -> Path:
+        return self.directory / "config.json"
+
+    @property
+    def family(self) -> str:
+        """``model_type`` of ``config.json``; where it has none, the one that torchtune's model type stands for."""
+        kind = self.config.get("model_type")
+        return str(kind) if kind else next(name for name, types in FAMILIES.items() if self.model_type in types)
+
+    @property
     def name_or_path(self) -> str:
         """What an adapter names as its base: the repository, or else the folder."""
         return self.repo_id or str(self.directory)
@@ -123,7 +145,8 @@ def read_base(section: Mapping[str, Any]) -> BaseCheckpoint:
 
     Raises:
         UserError: for anything wrong with the section or the files; safetensors files are checked for
-            truncation by comparing their header with their size.
+            truncation by comparing their header with their size, and all weights for dtypes and shapes that
+            conversion would take for others.
     """
     values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)
     assert isinstance(values, dict)
@@ -135,11 +158,23 @@ def read_base(section: Mapping[str, Any]) -> BaseCheckpoint:
     config_text, config = _read_config(directory, model_type)
     given = values.get("checkpoint_files")
     files = _find_files(directory) if given is None else _given_files(directory, given)
+    layers: set[int] = set()
     for name in files:
         if name.endswith(".safetensors"):
-            check_safetensors(directory / name)
+            header = check_safetensors(directory / name)
+            tensors = {key: (str(entry["dtype"]), tuple(entry["shape"])) for key, entry in header.items()}
         elif not (directory / name).stat().st_size:
             raise UserError(f"checkpointer.checkpoint_dir: {directory / name} is empty: download it again")
+        else:
+            tensors = _tensors_of_bin(directory / name)
+        _check_tensors(directory / name, tensors, config)
+        layers.update(int(match.group(1)) for key in tensors if (match := _LAYER.match(key)))
+    depth = config.get("num_hidden_layers")
+    if layers and depth is not None and (len(layers) != depth or max(layers) != depth - 1):
+        raise UserError(
+            f"checkpointer.checkpoint_dir: {directory / 'config.json'} has num_hidden_layers {depth}, the weight files "
+            f"hold {len(layers)} layers: {_download_hint(directory)}"
+        )
     return BaseCheckpoint(directory, files, model_type, config, config_text, _repo_id(directory))
 
 
@@ -213,7 +248,7 @@ def _read_config(directory: Path, model_type: str) -> tuple[str, dict[str, Any]]
     try:
         text = path.read_text(encoding="utf-8")
         config = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"checkpointer.checkpoint_dir: cannot read {path}: {error}: download it again") from error
     missing = [key for key in _CONFIG_KEYS if not isinstance(config, dict) or key not in config]
     if missing:
@@ -221,16 +256,106 @@ def _read_config(directory: Path, model_type: str) -> tuple[str, dict[str, Any]]
             f"checkpointer.checkpoint_dir: {path} lacks {', '.join(missing)}: it is not the configuration of "
             "a text model in Hugging Face's format"
         )
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    config.setdefault("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = model_type in _TIED_BY_DEFAULT
+    _check_config(path, config, model_type)
     return text, config
 
 
+def _check_config(path: Path, config: Mapping[str, Any], model_type: str) -> None:
+    """What reading the weights relies on."""
+    for key in (*_CONFIG_KEYS, "num_key_value_heads", "num_hidden_layers", "head_dim"):
+        value = config.get(key)
+        if value is None and key not in _CONFIG_KEYS:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise UserError(
+                f"checkpointer.checkpoint_dir: {key} in {path} is {_short(value)}, expected a whole number above 0: "
+                "download it again"
+            )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % kv_heads or (config.get("head_dim") is None and config["hidden_size"] % heads):
+        raise UserError(
+            f"checkpointer.checkpoint_dir: in {path} num_attention_heads={heads}, num_key_value_heads={kv_heads} and "
+            f"hidden_size={config['hidden_size']} do not divide one another: download it again"
+        )
+    if not isinstance(config["tie_word_embeddings"], bool):
+        raise UserError(
+            f"checkpointer.checkpoint_dir: tie_word_embeddings in {path} is {_short(config['tie_word_embeddings'])}, "
+            "expected true or false: download it again"
+        )
+    kind = config.get("model_type")
+    fitting = FAMILIES.get(kind, ()) if isinstance(kind, str) else ()
+    if fitting and model_type not in fitting:
+        raise UserError(
+            f"checkpointer.model_type: got {model_type}, and {path} is of a {kind} model: set "
+            f"checkpointer.model_type={fitting[0]}, and model to a component that builds it"
+        )
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], config: Mapping[str, Any]) -> None:
+    """Refuses what a conversion would silently make weights of.
+
+    Args:
+        path: the weight file, for messages.
+        tensors: name -> (dtype, shape).
+        config: a checked ``config.json``.
+    """
+    width = config["hidden_size"]
+    head_dim = config.get("head_dim") or width // config["num_attention_heads"]
+    # Conversions view these two as [heads, 2, head_dim / 2, width], whatever their shape.
+    shapes = {
+        "q_proj.weight": (config["num_attention_heads"] * head_dim, width),
+        "k_proj.weight": (config["num_key_value_heads"] * head_dim, width),
+    }
+    for name, (dtype, shape) in tensors.items():
+        if "rotary_emb.inv_freq" in name:  # no weight: no conversion reads it
+            continue
+        if dtype not in _WEIGHT_DTYPES:
+            raise UserError(
+                f"checkpointer.checkpoint_dir: {path}: {_short(name)} is {_short(dtype)}, expected weights in fp32, "
+                "bf16 or fp16: choose a checkpoint that is not quantised"
+            )
+        expected = shapes.get(".".join(name.split(".")[-2:]))
+        if expected is not None and shape != expected:
+            raise UserError(
+                f"checkpointer.checkpoint_dir: {path}: {_short(name)} is {_short(list(shape))}, config.json makes it "
+                f"{list(expected)}: {_download_hint(path.parent)}"
+            )
+
+
+def _tensors_of_bin(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of a pickled weight file; nothing where it cannot be read: loading it says why."""
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {
+            str(name): (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in content.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+    except Exception:
+        return {}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _repo_id(directory: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        repo = json.loads((directory / "original_repo_id.json").read_text(encoding="utf-8")).get("repo_id")
-        return str(repo) if repo else None
-    return None
+    path = directory / "original_repo_id.json"
+    if not path.is_file():
+        return None
+    try:
+        repo = json.loads(path.read_text(encoding="utf-8")).get("repo_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"checkpointer.checkpoint_dir: {path} is damaged: delete it, nothing needs it") from error
+    return str(repo) if repo else None
 
 
 def _given_files(directory: Path, given: Any) -> tuple[str, ...]:
@@ -307,9 +432,11 @@ def _check_numbering(directory: Path, names: tuple[str, ...]) -> None:
 
 def _indexed_files(index: Path) -> tuple[str, ...]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return tuple(sorted(set(weight_map.values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not names or any(not name or name != Path(name).name or not name.isprintable() for name in names):
+            raise ValueError("weight_map does not name files of the folder")
+        return tuple(sorted(names))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"checkpointer.checkpoint_dir: {index} is not an index of weight files: download it again"
         ) from error
@@ -356,18 +483,26 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            end = max((_end_of(entry) for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError("its header is damaged") from error
     if 8 + length + end != size:
         raise ValueError(f"it has {size} bytes where its header tells of {8 + length + end}")
     return header
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises a :class:`UserError` for a file that is truncated or no safetensors file."""
+def _end_of(entry: Mapping[str, Any]) -> int:
+    start, end = entry["data_offsets"]
+    numbers = [start, end, *entry["shape"]]
+    if not isinstance(entry["dtype"], str) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("a tensor is not described by a dtype, a shape and offsets")
+    return end
+
+
+def check_safetensors(path: Path) -> dict[str, Any]:
+    """The header of a file; raises a :class:`UserError` if it is truncated or no safetensors file."""
     try:
-        read_safetensors_header(path)
+        return read_safetensors_header(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"checkpointer.checkpoint_dir: {path} is damaged: {error}: {_download_hint(path.parent)}"

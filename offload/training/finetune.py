@@ -20,7 +20,7 @@ from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.models.torchtune import TorchtuneModel
 from offload.optim import unpacked
-from offload.training import disk_space, torchao_shim
+from offload.training import architecture, disk_space, torchao_shim
 from offload.training.checkpoint import CheckpointManager, Loaded, output_folder, quiet_torchtune
 from offload.training.checkpoint_manifest import read as read_manifest
 from offload.training.checkpoint_manifest import whole_checkpoints
@@ -30,7 +30,7 @@ from offload.training.data import Batches, build_batches
 from offload.training.device import find_device, find_dtype, random_state, set_random_state
 from offload.training.launch import NothingToDo
 from offload.training.loss import IGNORE_INDEX, SummedLoss
-from offload.training.model import compile_layers, num_parameters, prepare_activations
+from offload.training.model import build_model, compile_layers, num_parameters, prepare_activations
 from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
 from offload.training.output_lock import OutputLock
 from offload.training.progress import say
@@ -194,6 +194,19 @@ class FinetuneRecipe:
                     f"{batches.tally.longest}; cut them with tokenizer.max_seq_len={limit}, or raise it where the "
                     "model was trained on longer ones"
                 )
+
+    def build_model(self) -> None:
+        """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
+        settings, base = self.settings, self.checkpoints.base
+        for note in architecture.fill_from_base(settings.model, base):
+            say(note)
+        self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
+        architecture.check_architecture(self.model, settings.model, base)
+        architecture.check_vocabulary(self.tokenizer, self.model)
+        self.check_length(self.model)
+        architecture.cap_logits(self.model)
+        for note in architecture.context_notes(base, getattr(self.tokenizer, "max_seq_len", None)):
+            say(f"note: {note}")
 
     def prepare_model(self) -> None:
         """What happens to every model after its weights are loaded: compilation, activations, the loss."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from offload.training.architecture import BUILDER_ARGUMENTS
 from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Passes
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
+
+Model = Annotated[Component, Passes(optional_keywords=BUILDER_ARGUMENTS)]
+"""A model builder; arguments which it leaves out come from the base checkpoint's config.json."""
 
 Checkpointer = Annotated[
     Component,
@@ -69,8 +73,8 @@ class TrainSettings:
     evaluation: Evaluation | None = None
     """loss on held-out data; null: none"""
 
-    model: Component
-    """what is trained; its weights come from checkpointer.checkpoint_dir"""
+    model: Model
+    """what is trained; its weights come from checkpointer.checkpoint_dir, and what it leaves out from config.json"""
     checkpointer: Checkpointer
     """the base model's folder and kind"""
     resume_from_checkpoint: bool | str = False

@@ -386,7 +386,10 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(workspace: Any, tmp_p
         ("checkpointer.checkpoint_dir=/nowhere/at/all", ("/nowhere/at/all",)),
         ("enable_activation_offloading=True", ("enable_activation_offloading", "False")),
         ("optimizer=offload.TorchAOCPUOffloadOptimizer", ("CUDA or XPU", "offload.OffloadOptimizer")),
-        ("model.num_layers=3", ("model", "missing")),
+        ("model.num_layers=3", ("model.num_layers", "num_hidden_layers is 2", "set model.num_layers=2")),
+        ("model.num_heads=8", ("model.num_heads", "num_attention_heads is 4", "set model.num_heads=4")),
+        ("model.norm_eps=1e-2", ("model.norm_eps", "rms_norm_eps is 1e-05", "set model.norm_eps=1e-05")),
+        ("+model.rope_base=500000", ("model.rope_base", "rope_theta is 10000", "set model.rope_base=10000")),
         ("output_dir=/proc/nowhere", ("/proc/nowhere",)),
     ],
 )
@@ -401,6 +404,33 @@ def test_mistakes_give_one_line_and_status_2(
     assert all(part in error for part in expected), error
     assert "Traceback" not in result.err
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())
+
+
+def test_the_model_is_taken_from_config_json_where_the_config_leaves_it_out(workspace: Any, tmp_path: Path) -> None:
+    steps = "max_steps_per_epoch=3"
+    explicit = workspace.run(tmp_path / "explicit", steps)
+    filled = workspace.run(tmp_path / "filled", steps, "model={_component_: torchtune.models.llama2.llama2}")
+    assert filled.status == 0, filled.err
+    assert "num_kv_heads=2" in filled.out and "from" in filled.out
+    assert_same(filled.weights(3), explicit.weights(3))
+    state = torch.load(filled.output_dir / "step_3" / "recipe_state.pt", weights_only=True)["recipe_state"]
+    assert state["config"]["model"]["num_kv_heads"] == 2  # the config that is kept is the model that was built
+
+
+def test_a_tokenizer_larger_than_the_embedding(workspace: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = broken_copy(workspace, tmp_path)
+    weights = load_file(base / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:300].contiguous()
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    result = workspace.run(tmp_path / "run", f"checkpointer.checkpoint_dir={base}", "model.vocab_size=300")
+    assert result.status == 2
+    (error,) = result.errors()
+    assert "tokenizer: it has" in error and "embedding has 300 rows" in error
 
 
 def broken_copy(workspace: Any, tmp_path: Path) -> Path:

@@ -394,14 +394,14 @@ def assert_one_error(result: Result, *expected: str) -> None:
     assert "Traceback" not in result.err
 
 
-QWEN2_DORA = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.use_dora=True")
+QWEN2 = ("model._component_=torchtune.models.qwen2.lora_qwen2",)
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (("model=torchtune.models.llama2.llama2",), ("model: ", "no LoRA layers", "lora_*", "full_finetune")),
-        (QWEN2_DORA, ("model.use_dora", "bias", "(q_proj, v_proj)", "model.use_dora=False")),
+        (QWEN2, ("model: ", "turns halves pairs", "set model=torchtune.models.llama2.lora_llama2")),
         (
             ("model.quantize_base=True",),
             ("model.quantize_base", "layers.0.attn.q_proj.weight [32, 32]", "divisible by 16384"),
@@ -411,9 +411,9 @@ QWEN2_DORA = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.use_
             ("model.quantize_base=True", "model.embed_dim=128", "model.intermediate_dim=192", "model.num_kv_heads=4"),
             ("model.quantize_base", "layers.0.mlp.w1.weight [192, 128]", "divisible by 16384"),
         ),
-        (("model.embed_dim=64",), ("model: ", "do not fit")),
+        (("model.embed_dim=64",), ("model.embed_dim: ", "hidden_size is 32", "set model.embed_dim=32")),
     ],
-    ids=["no LoRA layers", "DoRA with biases", "NF4 attention", "NF4 MLP", "other sizes"],
+    ids=["no LoRA layers", "another family", "NF4 attention", "NF4 MLP", "other sizes"],
 )
 def test_mistakes_give_one_line_and_status_2(
     run: Run, tmp_path: Path, overrides: tuple[str, ...], expected: tuple[str, ...]
@@ -422,12 +422,15 @@ def test_mistakes_give_one_line_and_status_2(
     assert not any((tmp_path / "run").iterdir())
 
 
-def test_dora_on_the_layers_without_a_bias_is_allowed() -> None:
+def test_dora_is_for_layers_without_a_bias() -> None:
     from torchtune.models.qwen2 import lora_qwen2
 
+    from offload.errors import UserError
     from offload.training.lora import prepare_adapter
 
     sizes = {key: value for key, value in MODEL.items() if key != "norm_eps"}
+    with pytest.raises(UserError, match=r"model.use_dora: .* bias \(q_proj, v_proj\).*set model.use_dora=False"):
+        prepare_adapter(lora_qwen2(["q_proj", "v_proj"], use_dora=True, lora_rank=2, lora_alpha=4, **sizes))
     model = lora_qwen2(["output_proj"], apply_lora_to_mlp=True, use_dora=True, lora_rank=2, lora_alpha=4, **sizes)
     prepare_adapter(model)
     trained = {name.split(".")[3] for name, param in model.named_parameters() if param.requires_grad}

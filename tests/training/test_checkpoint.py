@@ -984,6 +984,11 @@ def test_bad_model_type(given: str, meant: str, base: Path, tmp_path: Path) -> N
 
 
 def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
+    message = error_of(base, tmp_path / "out", model_type="PHI3_MINI")
+    assert "checkpointer.model_type: got PHI3_MINI" in message and "set checkpointer.model_type=LLAMA2" in message
+    config = json.loads((base / "config.json").read_text())
+    del config["model_type"]
+    (base / "config.json").write_text(json.dumps(config))
     manager = CheckpointManager(section(base, "PHI3_MINI"), tmp_path / "out")
     with pytest.raises(UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*unexpected key.*_proj.weight"):
         manager.load_base()
@@ -991,10 +996,42 @@ def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
 
 def test_dimensions_that_do_not_fit(base: Path, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "hidden_size": 48}))
-    manager = CheckpointManager(section(base), tmp_path / "out")
-    with pytest.raises(UserError, match="check model_type and config.json"):
-        manager.load_base()
+    for change, expected in (
+        ({"hidden_size": 48}, "k_proj.weight is [16, 32], config.json makes it [24, 48]"),
+        ({"num_key_value_heads": 4}, "k_proj.weight is [16, 32], config.json makes it [32, 32]"),
+        ({"head_dim": 16}, "k_proj.weight is [16, 32], config.json makes it [32, 32]"),
+        ({"num_hidden_layers": 3}, "has num_hidden_layers 3, the weight files hold 2 layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads in"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "do not divide one another"),
+        ({"hidden_size": "32"}, "expected a whole number above 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings in"),
+    ):
+        (base / "config.json").write_text(json.dumps({**config, **change}))
+        message = error_of(base, tmp_path / "out")
+        assert expected in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_conversion_would_take_for_others(file: str, base: Path, tmp_path: Path) -> None:
+    whole = load_file(base / "model.safetensors")
+    query, norm = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"
+    (base / "model.safetensors").unlink()
+
+    def write(changed: dict[str, torch.Tensor]) -> None:
+        weights = {**whole, **changed}
+        save_file(weights, base / file) if file.endswith("safetensors") else torch.save(weights, base / file)
+
+    for dtype in (torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn):
+        write({norm: whole[norm].to(dtype)})
+        message = error_of(base, tmp_path / "out")
+        assert f"{norm} is " in message and "not quantised" in message and len(message.splitlines()) == 1
+    for shape in ([16, 64], [1024], [1, 32, 32]):
+        write({query: whole[query].reshape(shape)})
+        message = error_of(base, tmp_path / "out")
+        assert f"{query} is {shape}, config.json makes it [32, 32]" in message
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        write({name: tensor.to(dtype) for name, tensor in whole.items()})
+        assert CheckpointManager(section(base), tmp_path / "out").load_base()["norm.scale"].dtype == dtype
 
 
 def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:

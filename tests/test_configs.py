@@ -274,7 +274,9 @@ def test_header_download(path: Path) -> None:
         assert Path(value).is_relative_to(arguments.output_dir)
     if not path.stem.endswith("_generate"):
         assert str(arguments.output_dir) == cfg.checkpointer.checkpoint_dir
-    assert arguments.output_dir.name == arguments.repo_id.split("/")[1]
+    # The user's, not one that everybody on the machine may write to; and where `tune download` puts it by itself.
+    assert arguments.output_dir == Path("~/models") / arguments.repo_id.split("/")[1]
+    assert arguments.hf_token is None  # a command line is no place for it
     assert not any(Path("model.safetensors").match(pattern) for pattern in arguments.ignore_patterns or [])
 
 

@@ -28,8 +28,8 @@ def add_parser(commands: Any) -> None:
         "--ignore-patterns '*.bin'",
     )
     parser.add_argument("repo_id", help="such as meta-llama/Llama-2-7b-hf; for Kaggle, a model handle")
-    parser.add_argument("--output-dir", type=Path, help="where to put the files (default: /tmp/<model name>)")
-    parser.add_argument("--hf-token", help="for gated models on Hugging Face (default: $HF_TOKEN or the login)")
+    parser.add_argument("--output-dir", type=Path, help="where to put the files (default: ~/models/<model name>)")
+    parser.add_argument("--hf-token", help="for gated models on Hugging Face (better: $HF_TOKEN or `hf auth login`, which no other user sees)")
     parser.add_argument(
         "--ignore-patterns",
         action="append",
@@ -56,7 +56,7 @@ def _download(args: argparse.Namespace) -> int:
             credentials += [option, value] if value else []
         return torchtune(["download", args.repo_id, "--source", "kaggle", *credentials])
 
-    folder = args.output_dir or Path("/tmp") / args.repo_id.rstrip("/").rpartition("/")[2]
+    folder = args.output_dir or Path("~/models") / args.repo_id.rstrip("/").rpartition("/")[2]
     folder = folder.expanduser()
     print(f"Downloading {args.repo_id} to {folder}", flush=True)
     _fetch(args.repo_id, folder, args.ignore_patterns, args.hf_token or os.environ.get("HF_TOKEN"))
@@ -73,10 +73,10 @@ def _fetch(repo_id: str, folder: Path, ignore: list[str] | None, token: str | No
     try:
         huggingface_hub.snapshot_download(repo_id, local_dir=folder, ignore_patterns=ignore, token=token)
     except errors.GatedRepoError:
-        way_out = "ask for access there" if token else "ask for access there, then give --hf-token"
+        way_out = "ask for access there" if token else "ask for access there, then export HF_TOKEN=..."
         raise UserError(f"{repo_id} is gated: {page}: {way_out}") from None
     except errors.RepositoryNotFoundError:
-        hint = "check the spelling" if token else "check the spelling; a private one needs --hf-token"
+        hint = "check the spelling" if token else "check the spelling; a private one needs HF_TOKEN"
         raise UserError(f"no model {repo_id} at {page}: {hint}") from None
     except errors.HFValidationError as error:
         raise UserError(f"repo_id: {_one_line(error)}") from None

@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -535,4 +536,5 @@ def _build_nested(value: Any, key: str) -> Any:
         return {name: _build_nested(each, f"{key}.{name}") for name, each in value.items()}
     if isinstance(value, list):
         return [_build_nested(each, f"{key}.{index}") for index, each in enumerate(value)]
-    return value
+    # A shell leaves the tilde in key=~/models/x, and in a file nobody else would see to it.
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value

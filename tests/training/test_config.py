@@ -800,3 +800,9 @@ def test_errors_while_building_name_the_section(how: str, lines: list[str]) -> N
 def test_bugs_while_building_keep_their_traceback() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         instantiate(node(_component_="fake_parts.fails", how="bug"))
+
+
+def test_the_home_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    section = {"_component_": "fake_parts.anything", "path": "~/models/x", "more": ["~/a", "b~/"], "rest": "~"}
+    assert instantiate(section).kwargs == {"path": "/home/me/models/x", "more": ["/home/me/a", "b~/"], "rest": "~"}

@@ -8,6 +8,7 @@ resolved.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -49,18 +50,50 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+class LocalModuleError(UserError):
+    """A path leads into the current folder, from which :func:`installed_only` imports nothing."""
+
+
+_skipped: list[str] | None = None  # within installed_only()
+
+
+@contextlib.contextmanager
+def installed_only() -> Iterator[list[str]]:
+    """Within it nothing is imported from the current folder; yields the paths that would have been, as they come."""
+    global _skipped
+    folder, before, outer = os.getcwd(), list(sys.path), _skipped
+    sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != folder]
+    _skipped = []
+    try:
+        yield _skipped
+    finally:
+        _skipped = outer
+        sys.path[:] = before
+
+
+def _is_of_the_library(name: str | None) -> bool:
+    return name is not None and name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_local(name: str) -> bool:
+    return any(os.path.exists(name + suffix) for suffix in ("", ".py"))
+
+
 def resolve(path: str, *, key: str | None = None) -> Any:
     """The object that a dotted path names, importing what it takes.
 
-    Modules in the current folder are found too, after the installed ones.
+    Modules in the current folder are found too, after the installed ones. Python's standard library is not: nothing
+    in it can be meant, and some of it does harm when it is called, or imported.
 
     Args:
         path: such as ``torch.optim.AdamW``.
         key: the configuration key that holds the path; it opens the error line.
 
     Raises:
-        UserError: the path is malformed, a package is not installed, a name does not exist (with the nearest
-            one that does), or importing a module failed (with the error that it raised and where).
+        UserError: the path is malformed or leads into the standard library, a package is not installed, a name does
+            not exist (with the nearest one that does), or importing a module failed (with the error that it raised and
+            where).
+        LocalModuleError: within :func:`installed_only`, the path leads into the current folder.
     """
     prefix = f"{key}: " if key else ""
     if not isinstance(path, str):
@@ -69,16 +102,33 @@ def resolve(path: str, *, key: str | None = None) -> Any:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise UserError(f"{prefix}expected a full dotted path such as torch.optim.AdamW, got {path!r}")
 
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if _is_of_the_library(parts[0]):
+        raise UserError(f"{prefix}{path} is part of Python's standard library, which has nothing for a configuration")
+    if _skipped is None:
+        folder = os.getcwd()
+        if folder not in sys.path:
+            sys.path.append(folder)
+    elif parts[0] not in sys.modules and importlib.util.find_spec(parts[0]) is None and _is_local(parts[0]):
+        _skipped.append(path)
+        raise LocalModuleError(f"{prefix}{path} is of the current folder, from which nothing is imported here")
 
     found: Any = _import(parts[0], path, prefix)
     for depth in range(1, len(parts)):
         parent, name = ".".join(parts[:depth]), parts[depth]
         try:
             found = getattr(found, name)
+            # What a package imported for itself: torch.os.system.
+            origin = found.__name__ if isinstance(found, ModuleType) else getattr(found, "__module__", None)
+            is_plain = isinstance(found, ModuleType) or inspect.isclass(found) or inspect.isroutine(found)
+            if is_plain and _is_of_the_library(origin):
+                there = ".".join(parts[: depth + 1])
+                raise UserError(
+                    f"{prefix}{there} is part of Python's standard library ({origin}), which has nothing for a "
+                    "configuration"
+                )
             continue
+        except UserError:
+            raise
         except AttributeError:
             pass
         except Exception as error:  # a module's lazy attribute that fails to import
@@ -132,8 +182,8 @@ def _reason(error: BaseException) -> str:
 
 def _top_level_modules() -> set[str]:
     """Names that ``import`` finds. Only error messages ask: listing the folders takes some milliseconds."""
-    names = set(sys.stdlib_module_names) | set(sys.modules)
-    names.update(module.name for module in pkgutil.iter_modules())
+    names = set(sys.modules) | {module.name for module in pkgutil.iter_modules()}
+    names -= sys.stdlib_module_names
     return {name for name in names if "." not in name and not name.startswith("_")}
 
 
@@ -156,6 +206,19 @@ def _no_such_name(parent: Any, parent_path: str, name: str, rest: list[str]) -> 
         package = parent_path.partition(".")[0]
         return f"{message}: {parent_path} is only the folder {where}; pip install {package}"
     return f'{message}; python -c "import {parent_path}; help({parent_path})" lists what it has'
+
+
+def returned_type(component: Any) -> type | None:
+    """The class that building ``component`` gives: itself, or what a function's annotation says; None if unknown."""
+    if inspect.isclass(component):
+        return component
+    annotation = getattr(inspect.unwrap(component), "__annotations__", {}).get("return")
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, {"__builtins__": builtins, **_namespace(component)})
+        except Exception:
+            return None
+    return annotation if inspect.isclass(annotation) else None
 
 
 def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> inspect.Signature:

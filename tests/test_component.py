@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offload.component import nearest, resolve, signature_of
+from offload.component import LocalModuleError, installed_only, nearest, resolve, signature_of
 from offload.errors import UserError
 
 
@@ -55,21 +55,49 @@ def test_nearest_of_nothing() -> None:
 
 
 def test_resolve_finds_attributes_submodules_and_nested_attributes() -> None:
-    import json.decoder
+    import yaml
 
-    assert resolve("json.decoder.JSONDecoder") is json.decoder.JSONDecoder
-    assert resolve("json.decoder.JSONDecoder.decode") is json.decoder.JSONDecoder.decode
-    assert resolve("xml.etree.ElementTree").__name__ == "xml.etree.ElementTree"
+    assert resolve("yaml.loader.SafeLoader") is yaml.loader.SafeLoader
+    assert resolve("yaml.loader.SafeLoader.get_data") is yaml.loader.SafeLoader.get_data
+    assert resolve("torch.utils.viz._cycles").__name__ == "torch.utils.viz._cycles"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["os.system", "builtins.exec", "subprocess.run", "shutil.rmtree", "posix.system", "torch.os.system", "this.s"]
+    + ["torch.os.path.join", "offload.component.importlib.import_module", "offload.component.Any"],
+)
+def test_the_standard_library_is_refused_before_it_is_imported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    assert "part of Python's standard library" in error_of(path, key="loss._component_")
+    assert "this" not in sys.modules  # it prints when it is imported
+
+
+def test_installed_only_imports_nothing_from_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my_component_z.py").write_text("raise SystemExit('imported')")
+    (folder / "colorsys_of_mine").mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    with installed_only() as skipped:
+        assert resolve("yaml.SafeLoader").__name__ == "SafeLoader"
+        for path in ("my_component_z.build", "colorsys_of_mine.x"):
+            with pytest.raises(LocalModuleError):
+                resolve(path)
+        with pytest.raises(UserError, match="is not installed"):
+            resolve("qqqzzzx.build")
+        assert str(folder) not in sys.path
+    assert skipped == ["my_component_z.build", "colorsys_of_mine.x"]
+    assert str(folder) in sys.path
+    assert "SystemExit: imported" in error_of("my_component_z.build")
 
 
 def test_misspelt_attribute_names_the_nearest_and_the_key() -> None:
-    message = error_of("json.decoder.JSONDecoderr", key="optimizer._component_")
+    message = error_of("yaml.loader.SafeLoaderr", key="optimizer._component_")
     assert message.startswith("optimizer._component_: ")
-    assert "did you mean json.decoder.JSONDecoder?" in message
+    assert "did you mean yaml.loader.SafeLoader?" in message
 
 
 def test_misspelt_submodule_keeps_the_rest_of_the_path() -> None:
-    assert "did you mean json.decoder.JSONDecoder?" in error_of("json.decodr.JSONDecoder")
+    assert "did you mean torch.optim.lr_scheduler.StepLR?" in error_of("torch.optim.lr_schedulr.StepLR")
 
 
 def test_nearest_prefers_what_can_be_called_over_a_submodule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +112,8 @@ def test_nearest_prefers_what_can_be_called_over_a_submodule(monkeypatch: pytest
 
 
 def test_misspelt_package_is_not_offered_for_installation() -> None:
-    message = error_of("jsn.loads")
-    assert "did you mean json.loads?" in message
+    message = error_of("toch.loads")
+    assert "did you mean torch.loads?" in message
     assert "pip install" not in message
 
 

@@ -29,7 +29,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("repo_id", help="such as meta-llama/Llama-2-7b-hf; for Kaggle, a model handle")
     parser.add_argument("--output-dir", type=Path, help="where to put the files (default: ~/models/<model name>)")
-    parser.add_argument("--hf-token", help="for gated models on Hugging Face (better: $HF_TOKEN or `hf auth login`, which no other user sees)")
+    parser.add_argument(
+        "--hf-token",
+        help="for gated models on Hugging Face (better: $HF_TOKEN or `hf auth login`, which no other user sees)",
+    )
     parser.add_argument(
         "--ignore-patterns",
         action="append",

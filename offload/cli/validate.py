@@ -14,6 +14,8 @@ from offload.errors import UserError
 def validate(name: str, overrides: Sequence[str], *, recipe: str | None = None) -> int:
     """Checks the config ``name`` with ``overrides`` and prints the outcome; returns 0.
 
+    Nothing is imported from the current folder but a recipe that is named by its path.
+
     Args:
         name: a config's name or path.
         overrides: as on a ``tune run`` line.
@@ -23,6 +25,14 @@ def validate(name: str, overrides: Sequence[str], *, recipe: str | None = None) 
     Raises:
         UserError: the problems, one per line.
     """
+    from offload.component import installed_only
+
+    with installed_only() as local:
+        status = _validate(name, overrides, recipe, local)
+    return status
+
+
+def _validate(name: str, overrides: Sequence[str], recipe: str | None, local: list[str]) -> int:
     config = registry.find_config(name)
     chosen = registry.find_recipe(recipe, config=config) if recipe is not None else None
     if (config.shipped and not config.ours) or (chosen is not None and not chosen.ours):
@@ -45,6 +55,8 @@ def validate(name: str, overrides: Sequence[str], *, recipe: str | None = None) 
             continue
         for note in notes:
             print(note)
+        for path in dict.fromkeys(local):
+            print(f"{path} is of the current folder, from which `tune validate` imports nothing: it was not checked")
         print(f"OK: {name} is well-formed for {candidate.name}")
         return 0
 
@@ -78,6 +90,8 @@ def load_recipe(path: Path) -> ModuleType:
 
     torchao_shim.install()
 
+    if path.parent != registry.recipes_dir() and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what a recipe of the user's, named on the command line, imports
     spec = importlib.util.spec_from_file_location(f"offload_recipe_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -41,7 +41,7 @@ from omegaconf.errors import (
 )
 
 from offload import component as components
-from offload.component import nearest
+from offload.component import LocalModuleError, nearest
 from offload.errors import UserError
 from offload.training.config_interpolation import (
     MISSING,
@@ -62,6 +62,7 @@ from offload.training.config_schema import (
     AtMost,
     Component,
     DottedPath,
+    Makes,
     Missing,
     Passes,
     Unknown,
@@ -249,7 +250,8 @@ def _check_value(value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPa
     if isinstance(value, dict) and Component in members:
         if "_component_" in value:
             passes = next((each for each in markers if isinstance(each, Passes)), Passes())
-            _check_component(value, at, passes, problems)
+            makes = next((each for each in markers if isinstance(each, Makes)), None)
+            _check_component(value, at, passes, problems, makes)
             return
         if section_type(annotation) is None:
             near = nearest("_component_", value)
@@ -279,6 +281,8 @@ def _check_value(value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPa
         elif isinstance(marker, DottedPath) and isinstance(value, str):
             try:
                 _callable(value, key)
+            except LocalModuleError:
+                pass
             except UserError as error:
                 problems.append(str(error))
     _check_free(value, at, problems)
@@ -301,7 +305,9 @@ def _callable(path: Any, key: str) -> Any:
     return component
 
 
-def _check_component(section: Mapping[str, Any], at: KeyPath, passes: Passes, problems: list[str]) -> None:
+def _check_component(
+    section: Mapping[str, Any], at: KeyPath, passes: Passes, problems: list[str], makes: Makes | None = None
+) -> None:
     """Adds what stands between a section and the call that it describes."""
     key, path, arguments = dotted(at), section["_component_"], arguments_of(section)
     for name, value in arguments.items():
@@ -313,10 +319,16 @@ def _check_component(section: Mapping[str, Any], at: KeyPath, passes: Passes, pr
         return
     try:
         component = _callable(path, f"{key}._component_")
+        wrong = makes.problem(component, path) if makes is not None else None
+        if wrong is not None:
+            problems.append(f"{key}._component_: {wrong}")
+            return
         known = {name: value for name, value in arguments.items() if not isinstance(value, (Unknown, Missing))}
         if len(known) < len(arguments) and hasattr(component, "config_signature"):
             return  # what it takes may depend on what is not known yet
         signature = components.signature_of(component, known)
+    except LocalModuleError:
+        return
     except UserError as error:
         problems += [_within(key, line, arguments) for line in error.lines]
         return

@@ -42,6 +42,32 @@ class Passes:
         self.optional_keywords = optional_keywords
 
 
+class Makes:
+    """What the component under a key has to be, as far as that can be told without building it.
+
+    Args:
+        what: for messages, such as ``an optimizer``.
+        base: dotted path of the class that it derives from.
+        or_has: a method that does instead.
+    """
+
+    def __init__(self, what: str, base: str, or_has: str | None = None) -> None:
+        self.what, self.base, self.or_has = what, base, or_has
+
+    def problem(self, component: Any, path: str) -> str | None:
+        made = components.returned_type(component)
+        if made is None or made is object:
+            return None
+        base = components.resolve(self.base)
+        # Not hasattr: every class has __call__, that of its type.
+        if issubclass(made, base) or any(self.or_has in vars(each) for each in made.__mro__):
+            return None
+        if made is not component and issubclass(base, made):
+            return None  # the annotation promises less than the function may return
+        kind = "is" if made is component else f"returns {made.__qualname__}, which is"
+        return f"{path} {kind} not {self.what}: expected a class that derives from {self.base}, or what makes one"
+
+
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
     """``Annotated[int, AtLeast(1)]``: the smallest value that makes sense."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from offload.training.architecture import BUILDER_ARGUMENTS
-from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Passes
+from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Makes, Passes
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
-Model = Annotated[Component, Passes(optional_keywords=BUILDER_ARGUMENTS)]
+Model = Annotated[Component, Passes(optional_keywords=BUILDER_ARGUMENTS), Makes("a model", "torch.nn.Module")]
 """A model builder; arguments which it leaves out come from the base checkpoint's config.json."""
 
 Checkpointer = Annotated[
@@ -92,14 +92,18 @@ class TrainSettings:
     """forwards per update: a larger batch at no cost in memory"""
     clip_grad_norm: Annotated[float, Above(0)] | None = None
     """limit of the norm of all gradients; null: none"""
-    optimizer: Annotated[Component, Passes("params")]
+    optimizer: Annotated[Component, Passes("params"), Makes("an optimizer", "torch.optim.Optimizer")]
     """any torch.optim.Optimizer; offload.OffloadOptimizer keeps its states off the device"""
     lr_scheduler: (
-        Annotated[Component, Passes("optimizer", optional_keywords=("num_training_steps", "total_steps", "T_max"))]
+        Annotated[
+            Component,
+            Passes("optimizer", optional_keywords=("num_training_steps", "total_steps", "T_max")),
+            Makes("a scheduler", "torch.optim.lr_scheduler.LRScheduler", or_has="get_last_lr"),
+        ]
         | None
     ) = None
     """learning rate over optimizer steps; null: constant"""
-    loss: Component
+    loss: Annotated[Component, Makes("a loss", "torch.nn.Module", or_has="__call__")]
     """of logits and labels; offload.training.loss.LinearCrossEntropyLoss never holds all logits"""
 
     compile: bool = False
@@ -109,7 +113,13 @@ class TrainSettings:
     enable_activation_offloading: bool = False
     """keep what backward needs in host memory meanwhile; needs checkpointing and an accelerator"""
 
-    metric_logger: Component | None = None
+    metric_logger: (
+        Annotated[
+            Component,
+            Makes("a logger", "torchtune.training.metric_logging.MetricLoggerInterface", or_has="log_dict"),
+        ]
+        | None
+    ) = None
     """where the metrics go beside metrics.jsonl; null: nowhere"""
     log_every_n_steps: Annotated[int, AtLeast(1)] = 1
     """optimizer steps from one line of metrics to the next"""

@@ -79,6 +79,23 @@ def test_a_file_is_checked_against_the_recipe_it_fits_best(capsys):
     assert "lora_finetune_single_device" in lines[1] and "--recipe" in lines[1]
 
 
+def test_the_current_folder_is_not_imported(shipped, tmp_path, capsys, monkeypatch):
+    """Its modules would run, whoever wrote them: a component of one is named and left unchecked."""
+    recipe = tmp_path / "shipped/recipes/full_finetune_single_device.py"
+    text = FULL.replace("batch_size: int = 1", "batch_size: int = 1\n    model: Component | None = None")
+    recipe.write_text(
+        text.replace("import dataclass\n", "import dataclass\nfrom offload.training.config import Component\n")
+    )
+    for name in ("mine", "yaml", "omegaconf"):
+        Path(f"{name}.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    assert main(["validate", "small_offload", "model=mine.Model", "model.depth=3"]) == 0
+    out, err = capsys.readouterr()
+    assert "mine.Model is of the current folder" in out and out.splitlines()[-1].startswith("OK: ")
+    assert main(["validate", "small_offload", "model=os.system", "model.command=id"]) == 2
+    assert "standard library" in capsys.readouterr().err
+
+
 def test_the_recipe_can_be_chosen(capsys):
     Path("mine.yaml").write_text("output_dir: x\nadapter_rank: 4\n")
     assert main(["validate", "mine.yaml", "--recipe", "full_finetune_single_device", "batch_size=2"]) == 2

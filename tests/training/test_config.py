@@ -20,6 +20,7 @@ from offload.training.config import (
     AtLeast,
     Component,
     DottedPath,
+    Makes,
     Passes,
     check_config,
     instantiate,
@@ -806,3 +807,44 @@ def test_the_home_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     section = {"_component_": "fake_parts.anything", "path": "~/models/x", "more": ["~/a", "b~/"], "rest": "~"}
     assert instantiate(section).kwargs == {"path": "/home/me/models/x", "more": ["/home/me/a", "b~/"], "rest": "~"}
+
+
+class Vase:
+    """No loss."""
+
+
+def paints(color: str = "red") -> Vase:
+    return Vase()
+
+
+@dataclass(kw_only=True)
+class Meant:
+    optimizer: Annotated[Component, Passes("params"), Makes("an optimizer", "torch.optim.Optimizer")] | None = None
+    loss: Annotated[Component, Makes("a loss", "torch.nn.Module", or_has="__call__")] | None = None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer=torch.nn.Linear", "optimizer._component_: torch.nn.Linear is not an optimizer"),
+        ("loss=torch.optim.AdamW", "loss._component_: torch.optim.AdamW is not a loss"),
+        ("loss=fake_parts.paints", "loss._component_: fake_parts.paints returns Vase, which is not a loss"),
+        ("loss=os.system", "loss._component_: os.system is part of Python's standard library"),
+        ("loss=torch.nn.CrossEntropyLoss", None),
+        ("loss=fake_parts.anything", None),  # a function that does not say
+        ("optimizer=torch.optim.AdamW", None),
+    ],
+)
+def test_a_component_is_what_its_key_wants(
+    tmp_path: Path, fake_parts: Any, monkeypatch: pytest.MonkeyPatch, override: str, said: str | None
+) -> None:
+    monkeypatch.setattr(fake_parts, "paints", paints, raising=False)
+    monkeypatch.setattr(fake_parts, "anything", lambda: None)
+    path = tmp_path / "config.yaml"
+    path.write_text("loss: null\n")
+    if said is None:
+        load_and_check(path, [override], Meant, [])
+        return
+    with pytest.raises(UserError) as caught:
+        load_and_check(path, [override], Meant, [])
+    assert caught.value.lines[0].startswith(said)

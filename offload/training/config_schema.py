@@ -59,10 +59,10 @@ class Makes:
         if made is None or made is object:
             return None
         base = components.resolve(self.base)
-        # Not hasattr: every class has __call__, that of its type.
-        if issubclass(made, base) or any(self.or_has in vars(each) for each in made.__mro__):
+        # Not issubclass, which protocols refuse, nor hasattr: every class has __call__, that of its type.
+        if base in made.__mro__ or any(self.or_has in vars(each) for each in made.__mro__):
             return None
-        if made is not component and issubclass(base, made):
+        if made is not component and made in base.__mro__:
             return None  # the annotation promises less than the function may return
         kind = "is" if made is component else f"returns {made.__qualname__}, which is"
         return f"{path} {kind} not {self.what}: expected a class that derives from {self.base}, or what makes one"

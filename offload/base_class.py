@@ -42,20 +42,35 @@ FUSED_IN_FP32_ONLY = (torch.optim.SGD,)
 """Of them, those whose CPU kernel is wrong for 16-bit parameters: torch 2.13's SGD reads momentum that nobody wrote."""
 
 
-def base_class_of(optimizer_class: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+NAMING_PACKAGES = ("torch.optim", "torchao.optim", "bitsandbytes.optim", "offload.optim", "schedulefree")
+"""Packages that name their optimizers' classes; these lie in modules below."""
+
+
+def public_path(path: str) -> str:
+    """The dotted path by which a package names a class that lies in one of its modules."""
+    package = next((package for package in NAMING_PACKAGES if path.startswith(f"{package}.")), None)
+    return path if package is None else f"{package}.{path.rpartition('.')[2]}"
+
+
+def path_of(base_class: type) -> str:
+    """The dotted path of a class."""
+    return public_path(f"{base_class.__module__}.{base_class.__qualname__}")
+
+
+def base_class_of(
+    optimizer_class: str | type[torch.optim.Optimizer], *, key: str = "optimizer.optimizer_class"
+) -> type[torch.optim.Optimizer]:
     """The optimizer class that a dotted path or a class names; UserError where there is none."""
     resolved = optimizer_class
     if isinstance(optimizer_class, str):
-        resolved = resolve(optimizer_class, key="optimizer.optimizer_class")
+        resolved = resolve(optimizer_class, key=key)
     if not (isinstance(resolved, type) and issubclass(resolved, torch.optim.Optimizer)):
         raise UserError(
-            f"optimizer.optimizer_class: {optimizer_class!r} is not a torch.optim.Optimizer class; give the "
+            f"{key}: {optimizer_class!r} is not a torch.optim.Optimizer class; give the "
             "dotted path of one, such as torch.optim.AdamW"
         )
     if "optimizer_class" in inspect.signature(resolved).parameters:
-        raise UserError(
-            f"optimizer.optimizer_class: {resolved.__name__} cannot offload itself; name the base optimizer"
-        )
+        raise UserError(f"{key}: {resolved.__name__} cannot offload itself; name the base optimizer")
     return resolved
 
 

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from offload.base_class import (
     base_class_of,
-    is_elementwise,
     is_foreseeable,
     is_per_parameter,
     launches_on_default_stream,
     needs_closure,
-    with_fused,
 )
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import PartialStep, step_alone
@@ -38,8 +36,10 @@ from offload.engine.units import Slice, Unit, build_units, clean_name, component
 from offload.errors import UserError
 from offload.groups import as_groups, tensors_of
 from offload.loading import check_shapes, load, set_params
+from offload.mixed import cuttable_groups
 from offload.optim import unpacked
-from offload.refusals import ACCUMULATION_DTYPES, check_base, check_choices, check_params, check_patterns
+from offload.param_groups import choose_base, read_rules
+from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_params, check_patterns
 from offload.state_view import StateView
 
 GIB = 2**30
@@ -86,6 +86,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         in_flight_gib: device memory, in GiB, for what is under way: the staging ring of ``stream``, at most 60 % of
             it, and the gradients that ``update_in_backward`` and ``offload_gradients`` take. Backward waits rather
             than exceed it by more than the gradient that it is computing.
+        param_groups: hyperparameters, or another class, for parameters by their names: a list of ``{"params": regex,
+            "weight_decay": 0.0, …}``. The first whose ``params`` matches a whole name decides. An entry with an
+            ``optimizer_class`` of its own takes ``lr`` and ``weight_decay`` from ``base_kwargs`` if it gives none, and
+            nothing else. ``self.param_groups`` has what no entry matches first, then one group per entry.
         model: what the parameters belong to. Gives them names where ``params`` has none, and lets its forward
             wait for each unit's update instead of :meth:`step`.
         **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). Where the work is offloaded,
@@ -121,6 +125,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         offload_gradients: bool = False,
         accumulation_dtype: Literal["fp32", "bf16"] | None = None,
         in_flight_gib: float = 1.0,
+        param_groups: list[Any] | None = None,
         model: nn.Module | None = None,
         **base_kwargs: Any,
     ) -> None:
@@ -129,8 +134,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_params(groups)
         self.strategy = strategy
         self.update_in_backward = update_in_backward
-        self._is_per_parameter = is_per_parameter(base_class)
-        self._can_cut = is_elementwise(base_class)
         check_choices(
             strategy,
             offload_gradients=offload_gradients,
@@ -138,10 +141,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
             is_default_placement=offload_states == ".*",
             in_flight_gib=in_flight_gib,
         )
-        check_base(base_class, base_kwargs, strategy=strategy, update_in_backward=update_in_backward)
         placement = Placement(offload_states)
-
-        self._model_names = {param: name for name, param in model.named_parameters()} if model is not None else {}
+        self._model_names: dict[Tensor, str] = {}
+        if model is not None:
+            self._model_names = {param: name for name, param in model.named_parameters()}
+        base_class, base_kwargs, groups = choose_base(
+            base_class,
+            base_kwargs,
+            groups,
+            param_groups or [],
+            self._model_names,
+            strategy=strategy,
+            update_in_backward=update_in_backward,
+        )
+        self._is_per_parameter = is_per_parameter(base_class)
         self._names: dict[Tensor, str] = {}
         self._paths: dict[Tensor, str] = {}
         self._named: set[Tensor] = set()
@@ -152,8 +165,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._in_flight_bytes = int(in_flight_gib * GIB)
         self._in_flight = InFlight(runtime, self._in_flight_bytes)
         self._copies = HostCopies(self._memory, self._names) if strategy == "host" and not is_immediate else None
-        if strategy != "resident":
-            base_kwargs = with_fused(base_class, groups, base_kwargs)
         self._placement = placement if strategy == "stream" and not is_immediate else None
         self._base_kwargs = base_kwargs
         self._forecasts: list[Forecast | None] = []
@@ -209,11 +220,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The keyword arguments that a config may give: this class's own and those of ``optimizer_class``.
 
         Raises:
-            UserError: where ``kwargs["optimizer_class"]`` cannot be found.
+            UserError: where ``kwargs["optimizer_class"]`` cannot be found, or ``kwargs["param_groups"]`` not be read.
         """
         own = inspect.signature(cls)
         base_class = base_class_of(kwargs.get("optimizer_class", own.parameters["optimizer_class"].default))
         not_for_configs = ("model",)
+        if kwargs.get("param_groups"):
+            read_rules(kwargs["param_groups"], base_class, kwargs)
         merged = [p for n, p in own.parameters.items() if n not in (*not_for_configs, "base_kwargs")]
         taken = {p.name for p in merged}
         for parameter in inspect.signature(base_class).parameters.values():
@@ -285,7 +298,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         units = build_units(
             members,
             named=all(p in self._named for p, _ in in_groups),
-            can_cut=self._can_cut and self._worker is not None,
+            can_cut=cuttable_groups(self.base_optimizer) if self._worker is not None else (),
             block=math.lcm(*state_blocks(type(self.base_optimizer)).values()),
             limit=self._piece_limit(),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.base_class import is_per_parameter
+from offload.base_class import is_per_parameter, needs_closure, path_of
 from offload.engine.forecast import Forecast, kind_of
 from offload.engine.placement import Placement
 from offload.errors import UserError
@@ -64,9 +64,30 @@ def check_choices(
 
 
 def check_base(
-    base_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], *, strategy: str, update_in_backward: bool
+    base_class: type[torch.optim.Optimizer],
+    kwargs: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    *,
+    strategy: str,
+    update_in_backward: bool,
+    is_alone: bool,
 ) -> None:
-    """Refuse a base optimizer that the strategy or the schedule cannot run."""
+    """Refuse a base optimizer that the strategy or the schedule cannot run, or that cannot update its groups.
+
+    ``is_alone``: no other class updates other groups.
+    """
+    if needs_closure(base_class) and not is_alone:
+        raise UserError(
+            f"optimizer.param_groups: {path_of(base_class)} needs a closure and all parameters; use it alone"
+        )
+    if issubclass(base_class, torch.optim.Muon):
+        others = [param for param in tensors_of(groups) if param.dim() != 2]
+        if others:
+            raise UserError(
+                "optimizer.optimizer_class: torch.optim.Muon updates matrices only, not the parameters of shape "
+                f"{tuple(others[0].shape)}; give these another class by optimizer.param_groups="
+                '[{params: ".*(norm|scale|bias).*", optimizer_class: torch.optim.AdamW, lr: 1e-4}]'
+            )
     is_paged = base_class.__name__.startswith("Paged") or kwargs.get("is_paged", False)
     if is_paged and base_class.__module__.startswith("bitsandbytes.") and strategy != "resident":
         plain = base_class.__name__.removeprefix("Paged")

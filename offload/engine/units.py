@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,7 +104,12 @@ class Unit:
 
 
 def build_units(
-    params: Iterable[Member], *, named: bool, can_cut: bool, block: int = 1, limit: int | None = None
+    params: Iterable[Member],
+    *,
+    named: bool,
+    can_cut: bool | Container[int],
+    block: int = 1,
+    limit: int | None = None,
 ) -> list[Unit]:
     """Units in the order of their first parameter.
 
@@ -113,7 +118,7 @@ def build_units(
         named: names are those of a model, so that they tell which parameters belong together; otherwise each
             parameter is a unit.
         can_cut: the base optimizer is elementwise, so that a tensor above :data:`CHUNK_ELEMENTS` may be
-            updated in parts.
+            updated in parts; or the indices of the groups of which that is so.
         block: parts begin at multiples of it.
         limit: elements of the largest piece, if fewer than :data:`CHUNK_ELEMENTS`.
     """
@@ -130,14 +135,15 @@ def build_units(
     return list(units.values())
 
 
-def _cut(params: Sequence[Member], can_cut: bool, block: int, largest: int) -> list[list[Slice]]:
+def _cut(params: Sequence[Member], can_cut: bool | Container[int], block: int, largest: int) -> list[list[Slice]]:
     """Slices of at most ``largest`` elements together where that can be; small parameters share a piece."""
     cut: list[list[Slice]] = []
     shared: list[tuple[int, list[Slice]]] = []
     for param, name, group, position in params:
         count = param.numel()
         if count > largest:
-            step = max(largest // block, 1) * block if can_cut and param.is_contiguous() else count
+            may_cut = can_cut if isinstance(can_cut, bool) else group in can_cut
+            step = max(largest // block, 1) * block if may_cut and param.is_contiguous() else count
             starts = range(0, count, step)
             cut.extend([[Slice(param, name, group, position, start, min(start + step, count))] for start in starts])
             continue

@@ -70,7 +70,11 @@ def _unpacked(state_dict: Mapping[str, Any], params: Sequence[Tensor] | None) ->
     for group in state_dict["param_groups"]:
         groups.append({key: value for key, value in group.items() if key not in ("state_dtype", "master", "seed")})
         for index in group["params"]:
-            if index in state_dict["state"]:
+            if index not in state_dict["state"]:
+                continue
+            if "state_dtype" not in group:  # of another class, or plain already
+                states[index] = dict(state_dict["state"][index])
+            else:
                 states[index] = _plain(state_dict["state"][index], group, param_of.get(index))
     return {"state": states, "param_groups": groups}
 

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from offload.base_class import needs_closure
+from offload.base_class import needs_closure, public_path
 from offload.component import resolve
 from offload.errors import UserError
-
-PACKAGES = ("torch.optim", "torchao.optim", "bitsandbytes.optim", "offload.optim", "schedulefree")
-"""Packages that name their optimizers' classes; these lie in modules below."""
 
 INTERCHANGEABLE = {"torch.optim.Adam", "torch.optim.AdamW", "offload.optim.Adam", "offload.optim.AdamW"}
 """Optimizers that take each other's states."""
@@ -22,20 +19,14 @@ INTERCHANGEABLE = {"torch.optim.Adam", "torch.optim.AdamW", "offload.optim.Adam"
 
 def paths_of(section: Mapping[str, Any]) -> list[str]:
     """The classes whose arithmetic an ``optimizer`` section asks for, as dotted paths: one for each entry of
-    ``param_groups``, and last the one for all else."""
+    ``param_groups``, after the one for all else."""
     component = section["_component_"]
     is_wrapper = component.startswith("offload.") and component.endswith("OffloadOptimizer")
     if not is_wrapper and "optimizer_class" not in section:
-        return [_public(component)]
+        return [public_path(component)]
     rest = section.get("optimizer_class", "torch.optim.AdamW")
     groups = section.get("param_groups") or []
-    return [_public(group.get("optimizer_class", rest)) for group in groups] + [_public(rest)]
-
-
-def _public(path: str) -> str:
-    """The path by which a package names a class that lies in one of its modules."""
-    package = next((package for package in PACKAGES if path.startswith(f"{package}.")), None)
-    return path if package is None else f"{package}.{path.rpartition('.')[2]}"
+    return [public_path(path) for path in (rest, *(group.get("optimizer_class", rest) for group in groups))]
 
 
 def check_optimizer(section: DictConfig) -> None:
@@ -84,10 +75,12 @@ def check_resumed(saved: Mapping[str, Any], cfg: DictConfig, optimizer: torch.op
     )
     if saved.get("optimizer"):
         before, after = paths_of(saved["optimizer"]), paths_of(cfg.optimizer)
-        if len(before) != len(after):
+        sections = saved["optimizer"], cfg.optimizer
+        patterns, wanted = ([group["params"] for group in s.get("param_groups") or []] for s in sections)
+        if patterns != wanted:
             raise UserError(
-                f"optimizer.param_groups: the checkpoint's run had {len(before) - 1} of them, this one has "
-                f"{len(after) - 1}; give those of its configuration, {start_anew}"
+                f"optimizer.param_groups: those of the checkpoint's run are {patterns or 'none'}, here they are "
+                f"{wanted or 'none'}; give the same, {start_anew}"
             )
         for old, new in zip(before, after, strict=True):
             if old != new and not {old, new} <= INTERCHANGEABLE:
@@ -95,8 +88,9 @@ def check_resumed(saved: Mapping[str, Any], cfg: DictConfig, optimizer: torch.op
                     f"optimizer: the checkpoint holds the state of {old}, with which {new} cannot go on; resume with "
                     f"{old}, {start_anew}"
                 )
-    keeps_dtypes = getattr(optimizer, "owns_loaded_states", None) is False
-    if keeps_dtypes and saved.get("dtype", cfg.dtype) != cfg.dtype:
+    base = getattr(optimizer, "base_optimizer", None)
+    converts = getattr(base, "converts_loaded_states", getattr(base, "owns_loaded_states", False))
+    if base is not None and not converts and saved.get("dtype", cfg.dtype) != cfg.dtype:
         raise UserError(
             f"dtype: the checkpoint's run was in {saved['dtype']}, and so are its optimizer's states, with which a run "
             f"in {cfg.dtype} cannot go on; set dtype={saved['dtype']}, or "

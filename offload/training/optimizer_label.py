@@ -29,7 +29,11 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]
         are not known.
     """
     base = getattr(optimizer, "base_optimizer", optimizer)
-    name, strategy = _shortest_path(type(base)), getattr(optimizer, "strategy", None)
+    # With optimizer.param_groups, several classes may be one base optimizer.
+    name, strategy = (
+        "+".join(getattr(base, "kinds", [_shortest_path(type(base))])),
+        getattr(optimizer, "strategy", None),
+    )
     if strategy is None:
         strategy = "plain"
         if section is not None and "optimizer_class" in section:  # a door to another project's offloader

@@ -196,7 +196,7 @@ def resume_notes(saved: Mapping[str, Any], cfg: DictConfig) -> Iterator[str]:
         if key in saved and saved[key] != now.get(key):
             yield f"{key} is {now.get(key)!r} now and was {saved[key]!r} in the checkpoint's run: the run changes here"
     before, after = saved.get("optimizer") or {}, now.get("optimizer") or {}
-    for key in ("lr", "weight_decay", "betas", "momentum", "eps"):
+    for key in ("lr", "weight_decay", "betas", "momentum", "eps", "param_groups"):
         if before.get(key) != after.get(key):
             yield (
                 f"optimizer.{key}={after.get(key)} is not used: a resumed run goes on with the checkpoint's "

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload.errors import UserError
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -81,3 +83,69 @@ def test_schedulefree_trains_evaluates_saves_and_resumes(workspace: Any, tmp_pat
         for key in ("loss", "evaluation/loss"):
             values, wanted = ([row.get(key) for row in runs[which].rows][-2:] for which in (name, "plain"))
             assert values == wanted
+
+
+GROUPS = """[
+  {params: ".*(norm|scale|lora_b).*", weight_decay: 0.0, optimizer_class: torch.optim.AdamW, lr: 0.003, fused: True},
+  {params: "tok_embeddings.*|output.*|layers.1.*lora_a.*", optimizer_class: torch.optim.AdamW, lr: 0.001, fused: True},
+]"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        ("full_finetune_single_device", ["optimizer.strategy=stream", "+optimizer.update_in_backward=True"]),
+        ("lora_finetune_single_device", ["optimizer.strategy=host", "+optimizer.offload_gradients=True"]),
+    ],
+)
+def test_muon_beside_adamw_by_parameters_names(
+    workspace: Any, tmp_path: Path, recipe: str, strategy: list[str]
+) -> None:
+    common = (
+        "optimizer.optimizer_class=torch.optim.Muon", f"+optimizer.param_groups={GROUPS}", "clip_grad_norm=null",
+        "max_steps_per_epoch=4", "save_every_n_steps=2",
+    )  # fmt: skip
+    expected = workspace.run(tmp_path / "resident", *common, "optimizer.strategy=resident", recipe=recipe)
+    assert expected.status == 0, expected.err
+    ours = workspace.run(tmp_path / "ours", *common, *strategy, recipe=recipe)
+    assert ours.status == 0, ours.err
+    shutil.copytree(tmp_path / "ours", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "step_4")
+    again = (*common, *strategy, "resume_from_checkpoint=True")
+    resumed = workspace.run(tmp_path / "resumed", *again, recipe=recipe)
+    assert resumed.status == 0, resumed.err
+    wanted = expected.weights(4)
+    for result in (ours, resumed):
+        weights = result.weights(4)
+        assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+    rates = [row["lr"] for row in ours.rows]
+    assert max(rates) == 0.01  # what is logged is the rate of what no pattern matches
+    changed = GROUPS.replace("tok_embeddings.*|", "")
+    for overrides, message in (
+        ([f"optimizer.param_groups={changed}"], "optimizer.param_groups: those of the checkpoint's run are"),
+        (["dtype=bf16"], "dtype: the checkpoint's run was in fp32"),
+    ):
+        result = workspace.run(tmp_path / "resumed", *again, "max_steps_per_epoch=6", *overrides, recipe=recipe)
+        assert result.status == 2, result.err
+        (line,) = result.errors()
+        assert message in line
+
+
+def test_validate_reads_parameter_groups(workspace: Any) -> None:
+    from offload.cli import validate
+
+    config = str(workspace.config("full_finetune_single_device"))
+    common = ["output_dir=x", '+optimizer.param_groups=[{params: ".*norm.*", weigth_decay: 0.0}]']
+    workspace.capture.readouterr()
+    with pytest.raises(UserError, match=r"optimizer\.param_groups\.0\.weigth_decay: .* did you mean weight_decay\?"):
+        validate.validate(config, common, recipe="full_finetune_single_device")
+
+
+def test_a_label_names_every_class() -> None:
+    from offload import OffloadOptimizer
+    from offload.training.optimizer_label import optimizer_facts
+
+    layer = torch.nn.Linear(2, 2)
+    groups = [{"params": "bias", "optimizer_class": "torch.optim.AdamW"}]
+    optimizer = OffloadOptimizer(layer.named_parameters(), "torch.optim.Muon", param_groups=groups, lr=0.1)
+    assert optimizer_facts(optimizer)["class"] == "torch.optim.Muon+torch.optim.AdamW"

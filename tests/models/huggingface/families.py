@@ -149,7 +149,7 @@ def make(family: str) -> Any:
     """A model of a family with random fp32 weights, biases and norms among them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {**COMMON, **FAMILIES[family]}
+    options = {**COMMON, **FAMILIES.get(family, {})}
     if family in _VISION:
         kind = type(AutoConfig.for_model(family))
         text = type(AutoConfig.for_model(family).get_text_config())(**options)

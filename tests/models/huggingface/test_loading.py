@@ -118,6 +118,32 @@ def test_a_model_that_is_no_language_model(folder: Path) -> None:
     refused(folder, "holds a vit, which is no causal language model")
 
 
+def test_a_model_that_looks_ahead(tmp_path: Path) -> None:
+    bert = families.make("bert")
+    with torch.no_grad():
+        for param in bert.parameters():
+            param.mul_(8)  # attention of random weights as small as those changes next to nothing
+    bert.save_pretrained(tmp_path)
+    refused(tmp_path, "BertLMHeadModel looks ahead")
+    edit(tmp_path, is_decoder=True)
+    assert load(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
+
+
+def test_a_change_of_the_logits_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is then used through the whole model."""
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def shifted(self: object, *args: object, **kwargs: object) -> object:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits + torch.linspace(0, 1, output.logits.shape[-1])
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    assert not load(folder, device=CPU, dtype=torch.float32).has_separate_head
+
+
 def test_a_model_that_brings_code(folder: Path, tmp_path: Path) -> None:
     edit(folder, model_type="mine", auto_map={"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"})
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

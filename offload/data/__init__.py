@@ -1,0 +1,11 @@
+"""Data sets: conversations to token ids and a loss mask, files to samples, samples to packs.
+
+    messages.py    what a conversation is, and what is wrong with one
+    chat.py        which parts of a conversation, as a chat template writes it, the model itself has to generate
+    tokenizer.py   a tokenizer folder for data sets, ours and torchtune's
+    sft.py         files and hub names to samples
+    mixture.py     several data sets with weights
+    packing.py     samples to packs of one length that keep documents apart
+
+Nothing here knows a recipe, a model or torchtune.
+"""

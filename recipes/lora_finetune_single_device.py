@@ -104,9 +104,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                 while self.step_in_epoch < self.steps_per_epoch and not interrupted:
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
-                    self.is_between_steps = False
-                    self.global_step += 1
-                    self.step_in_epoch += 1
+                    self.begin_step()
                     should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
                     should_log = self.is_due(settings.log_every_n_steps) or should_evaluate
 
@@ -114,6 +112,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                         loss = forward_backward(
                             self.loss, micro_batches, self.optimizer, self.activations, measures_norm=should_log
                         )
+                    self.begin_update()
                     reporter.count(micro_batches, loss, lr=self.optimizer.param_groups[0]["lr"])
                     with timer("optimizer"):
                         grad_norm = clip_gradients(
@@ -122,7 +121,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                         self.optimizer.step()
                         self.optimizer.zero_grad(set_to_none=True)
                         step_scheduler(self.lr_scheduler, loss)
-                    self.is_between_steps = True
+                    self.end_step()
 
                     interrupted = interrupt.signum is not None
                     is_last = self.global_step == self.total_steps

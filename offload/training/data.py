@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
+import multiprocessing.connection
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +34,8 @@ from offload.training.data_scan import (
 )
 from offload.training.data_source import described, open_dataset
 from offload.training.loss import shift_labels
+
+_DEATH_SECONDS = 2.0
 
 
 @dataclass
@@ -261,7 +263,6 @@ class Batches:
         return self._load(loader)
 
     def _load(self, loader: DataLoader[Any]) -> Iterator[Batch]:
-        children = set(multiprocessing.active_children())
         try:
             with _ChildSignalsKept():
                 iterator = iter(loader)
@@ -270,17 +271,18 @@ class Batches:
                 f"num_workers: {self._num_workers} data workers cannot be started ({error.strerror or error}); lower "
                 "it (num_workers=0 loads in this process), or raise the limits of processes and memory"
             ) from error
-        workers = set(multiprocessing.active_children()) - children
+        # One that died at once is no active child any more, so that multiprocessing would not tell of it.
+        workers = getattr(iterator, "_workers", [])
         while True:
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             except Exception as error:
-                dead = next((worker for worker in workers if worker.exitcode not in (None, 0)), None)
+                dead = _dead_one(workers) if isinstance(error, (OSError, EOFError, RuntimeError)) else None
                 if dead is None:
                     raise
-                raise UserError(_dead_worker(dead.exitcode or 0)) from error
+                raise UserError(_dead_worker(dead)) from error
             if isinstance(batch, BadRow):
                 tally = Tally(read=self.num_samples, bad=[batch])
                 raise bad_rows_error(self._rows[batch.source].key, self._rows, tally)
@@ -300,6 +302,20 @@ class _ChildSignalsKept:
     def __exit__(self, *_: object) -> None:
         if self._is_main and self._handler is not None:
             signal.signal(signal.SIGCHLD, self._handler)
+
+
+def _dead_one(workers: Sequence[Any]) -> int | None:
+    """The status with which one of the processes ended, if one did."""
+    if not workers:
+        return None
+    # A connection breaks a moment before its process can be found dead.
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=_DEATH_SECONDS)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()
+            if worker.exitcode:
+                return int(worker.exitcode)
+    return None
 
 
 def _dead_worker(exitcode: int) -> str:

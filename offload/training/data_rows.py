@@ -113,8 +113,8 @@ class Rows(Dataset[Any]):
             if problem is None:
                 return self._with_nulls(index) or sample
             return BadRow(self._number, index, problem)
-        except Exception as error:
-            if isinstance(error, UserError) or machine_problem(error) is not None:
+        except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
+            if isinstance(error, (UserError, KeyboardInterrupt, SystemExit)) or machine_problem(error) is not None:
                 raise
             missing = self._missing_column(index, error)
             if missing is not None:
@@ -163,7 +163,7 @@ class Rows(Dataset[Any]):
         text = " ".join(str(error).split())
         said = f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
         row = self._row(index) or {}
-        odd = [f"{name} is {_kind(row[name])}" for name in row if not isinstance(row[name], str)]
+        odd = [f"{name} is {kind}" for name in row if (kind := _kind(row[name])) != "text"]
         reason = f"{', '.join(odd[:_SHOWN])} ({said})" if odd else said
         style = self.section.get("conversation_style")
         if isinstance(error, KeyError) and style in _STYLES and error.args[0] in _STYLES[style]:
@@ -174,7 +174,7 @@ class Rows(Dataset[Any]):
     def _missing_column(self, index: int, error: BaseException) -> str | None:
         row = self._row(index)
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if row is None or not isinstance(name, str) or name in row:
+        if row is None or not isinstance(name, str) or name in _column_names(self._dataset, row):
             return None
         mapped = _column_map(self._dataset)
         is_nested = any(isinstance(value, (list, dict)) for value in row.values())
@@ -256,6 +256,11 @@ def _column_map(dataset: Any) -> dict[str, str]:
     return {"text": column} if isinstance(column, str) else {}
 
 
+def _column_names(dataset: Any, row: Mapping[str, Any]) -> list[str]:
+    names = getattr(getattr(dataset, "_data", None), "column_names", None)
+    return list(names) if isinstance(names, list) else list(row)
+
+
 def _required_columns(dataset: Any) -> list[str]:
     """Columns that must not be null, of those in which there is a null at all."""
     mapped = _column_map(dataset)
@@ -270,6 +275,8 @@ def _required_columns(dataset: Any) -> list[str]:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, str):
+        return "no valid Unicode" if any("\ud800" <= each <= "\udfff" for each in value) else "text"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"a list of mappings with {', '.join(map(str, value[0]))}"
     kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a mapping"}

@@ -358,14 +358,42 @@ class FinetuneRecipe:
         self.saved_step = self.global_step
         self.is_between_steps = True
 
+    def begin_step(self) -> None:
+        """Count the step that begins, and note what it draws from, for as long as it can be undone."""
+        # What updates in backward is in the middle of it as soon as backward begins.
+        updates_early = getattr(self.optimizer, "update_in_backward", False)
+        self._random_before = None if updates_early else random_state(self.device)
+        self.is_between_steps = False
+        self.global_step, self.step_in_epoch = self.global_step + 1, self.step_in_epoch + 1
+
+    def begin_update(self) -> None:
+        """From here the step changes what is saved."""
+        self._random_before = None
+
+    def end_step(self) -> None:
+        """The step is done, for all that is saved."""
+        self.is_between_steps = True
+
+    def _undo_step(self) -> None:
+        """Take back a step that has computed gradients and no more."""
+        if self._random_before is not None:
+            self.global_step, self.step_in_epoch = self.global_step - 1, self.step_in_epoch - 1
+            set_random_state(self._random_before, self.device)
+            self.is_between_steps = True
+
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:
-        """Around the loop: a failure between two steps (of data, a log, an evaluation) saves those done first."""
+        """Around the loop: a failure that leaves the state whole saves the steps done before it is told.
+
+        That is one of data, a log or an evaluation, between two steps; and memory that runs out in forward or
+        backward, unless the optimizer updates in backward.
+        """
         try:
             yield
         except NotFiniteError:
             raise
         except Exception:
+            self._undo_step()
             if self.is_between_steps and self.global_step > self.saved_step:
                 self._save_before_stopping()
             raise

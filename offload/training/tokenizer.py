@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import inspect
 import os
@@ -36,7 +37,9 @@ def build_tokenizer(section: DictConfig) -> Any:
     component = str(arguments.get("_component_"))
     files = {str(name): value for name, value in arguments.items() if _names_a_file(str(name)) and value is not None}
     for name, value in files.items():
-        _check_file(f"{key}.{name}", value)
+        path = _existing_file(f"{key}.{name}", value)
+        if (problem := _tiktoken_problem(path)) is not None:
+            raise UserError(f"{key}.{name}: {path} is no whole tiktoken file: {problem}; download it again")
     try:
         with _own_files_only() if component.startswith("torchtune.") else contextlib.nullcontext():
             tokenizer = instantiate(section)
@@ -57,12 +60,12 @@ def _names_a_file(argument: str) -> bool:
     return argument in ("path", "merges_file") or argument.endswith(("_path", "_file"))
 
 
-def _check_file(key: str, value: Any) -> None:
-    path = Path(str(value)).expanduser()
+def _existing_file(key: str, value: Any) -> Path:
+    path = Path(str(value))
     if path.is_file():
         if not os.access(path, os.R_OK):
             raise UserError(f"{key}: {path} may not be read by this user; allow it with chmod")
-        return
+        return path
     if path.is_dir():
         inside = next((path / name for name in _USUAL_NAMES if (path / name).is_file()), None)
         hint = f"did you mean {inside}?" if inside else "give the tokenizer's file in it"
@@ -71,6 +74,25 @@ def _check_file(key: str, value: Any) -> None:
     near = nearest(path.name, beside)
     hint = f"did you mean {path.parent / near}?" if near else "it comes with the model's weights (tune download)"
     raise UserError(f"{key}: there is no file {value}; {hint}")
+
+
+def _tiktoken_problem(path: Path) -> str | None:
+    """What would make tiktoken's Rust code panic, now or at some text of the data; None also for other files."""
+    ranks: dict[int, bytes] = {}
+    for line in path.read_bytes().splitlines():
+        if not line:
+            continue
+        try:  # as tiktoken.load.load_tiktoken_bpe reads it
+            token, rank = line.split()
+            number = int(rank)
+            decoded = base64.b64decode(token)
+        except ValueError:
+            return None
+        if number in ranks:
+            return f"{number} is the number of two tokens"
+        ranks[number] = decoded
+    missing = {bytes([each]) for each in range(256)}.difference(ranks.values())
+    return f"{len(missing)} of the 256 bytes have no token" if ranks and missing else None
 
 
 @contextlib.contextmanager

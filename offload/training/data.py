@@ -208,8 +208,13 @@ class Batches:
         self.notes: list[str] = []
 
     @property
+    def num_rows(self) -> int:
+        """Samples or packs, those that are left out included; their order depends on it."""
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    @property
     def num_samples(self) -> int:
-        return len(self._dataset) - len(self._left_out)  # type: ignore[arg-type]
+        return self.num_rows - len(self._left_out)
 
     def __len__(self) -> int:
         """Micro-batches per epoch."""
@@ -235,7 +240,7 @@ class Batches:
         What is left out is taken out of the order of all: a run that met a bad row and goes on without it sees, in
         the rest of the epoch, what it would have seen.
         """
-        size = len(self._dataset)  # type: ignore[arg-type]
+        size = self.num_rows
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(size, generator=generator).tolist()

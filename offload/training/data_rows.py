@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from offload.component import nearest, resolve
+from offload.data.messages import RowError
 from offload.errors import UserError
 from offload.training.data_source import data_files, described, machine_problem
 
@@ -161,6 +162,8 @@ class Rows(Dataset[Any]):
 
     def _reason(self, index: int, error: BaseException) -> str:
         text = " ".join(str(error).split())
+        if isinstance(error, RowError):
+            return text  # says what there is and what was expected
         said = f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
         row = self._row(index) or {}
         odd = [f"{name} is {kind}" for name in row if (kind := _kind(row[name])) != "text"]

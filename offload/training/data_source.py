@@ -90,12 +90,17 @@ def described(section: DictConfig) -> str:
     return f"{what}, split {section.get('split')}" if section.get("split") else what
 
 
-def _check_section(section: DictConfig, key: str, files: list[str]) -> None:
+def check_not_streaming(section: DictConfig, key: str) -> None:
+    """UserError for a data set that can only be read from one end to the other."""
     if section.get("streaming"):
         raise UserError(
             f"{key}.streaming: shuffling and resuming need rows by their number, which a stream has not; remove it. "
             f"Files on disk are not loaded into memory anyway; {key}.split=train[:10000] takes a part"
         )
+
+
+def _check_section(section: DictConfig, key: str, files: list[str]) -> None:
+    check_not_streaming(section, key)
     source = section.get("source")
     if section.get("data_files") and isinstance(source, str):
         # With files of one's own the source is their format. Names without a slash are also old data sets of the Hub.

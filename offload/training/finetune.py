@@ -281,6 +281,11 @@ class FinetuneRecipe:
                 set_random_state(state["random"], self.device)
             for note in resume_notes(state["config"], self.cfg):
                 say(f"note: {note}")
+            if state.get("num_rows", self.batches.num_rows) != self.batches.num_rows:
+                say(
+                    f"note: dataset: {state['num_rows']} rows or packs in the checkpoint's run, "
+                    f"{self.batches.num_rows} now: the order of what follows is another, some of it was seen"
+                )
 
     def _plan_checkpoints(self) -> None:
         """Say what disk the run will need; UserError where not even one checkpoint fits."""
@@ -341,6 +346,7 @@ class FinetuneRecipe:
             "global_step": self.global_step,
             "tokens_seen": self.reporter.tokens.tokens_seen if self.reporter else 0,
             "seed": self.seed,
+            "num_rows": self.batches.num_rows,
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "random": random_state(self.device),

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from omegaconf import DictConfig
+
 from offload.training.architecture import BUILDER_ARGUMENTS
 from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Makes, Passes
+from offload.training.data_source import check_not_streaming
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
@@ -125,3 +128,12 @@ class TrainSettings:
     """optimizer steps from one line of metrics to the next"""
     profiler: Component | None = None
     """torch.profiler's traces, where enabled"""
+
+    def __post_init__(self) -> None:
+        held_out = self.evaluation.dataset if self.evaluation else []
+        for key, given in (("dataset", self.dataset), ("evaluation.dataset", held_out)):
+            if isinstance(given, DictConfig):
+                check_not_streaming(given, key)
+                continue
+            for index, each in enumerate(given):
+                check_not_streaming(each, f"{key}.{index}")

@@ -35,19 +35,24 @@ def build_tokenizer(section: DictConfig) -> Any:
         return instantiate(section)  # says which value it is
     assert isinstance(arguments, dict)
     component = str(arguments.get("_component_"))
-    files = {str(name): value for name, value in arguments.items() if _names_a_file(str(name)) and value is not None}
+    files: dict[str, Any] = {}
+    if component.startswith("torchtune."):  # which reads files alone; what others take for a path is theirs to judge
+        files = {
+            str(name): value for name, value in arguments.items() if _names_a_file(str(name)) and value is not None
+        }
     for name, value in files.items():
         path = _existing_file(f"{key}.{name}", value)
         if (problem := _tiktoken_problem(path)) is not None:
             raise UserError(f"{key}.{name}: {path} is no whole tiktoken file: {problem}; download it again")
     try:
-        with _own_files_only() if component.startswith("torchtune.") else contextlib.nullcontext():
+        with _own_files_only() if files else contextlib.nullcontext():
             tokenizer = instantiate(section)
     except UserError as error:
         # What the user's arguments are to blame for says so; what is raised while a file is read is about the file.
-        if not files or error.__cause__ is None or not _while_reading(error.__cause__):
+        cause = error.__cause__
+        if not files or cause is None or isinstance(cause, UserError) or not _while_reading(cause):
             raise
-        raise UserError(_unreadable(key, files, component, error.__cause__)) from error
+        raise UserError(_unreadable(key, files, component, cause)) from error
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of tokenizers' or tiktoken's Rust code is no Exception
@@ -120,7 +125,9 @@ def _while_reading(error: BaseException) -> bool:
 def _unreadable(key: str, files: dict[str, Any], component: str, error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-    named = " and ".join(f"{key}.{name}={value}" for name, value in files.items()) or key
+    if not files:
+        return f"{key}: {component} cannot be built: {text}"
+    named = " and ".join(f"{key}.{name}={value}" for name, value in files.items())
     return (
         f"{named}: {component} cannot read it ({text}); the file is damaged or belongs to another kind of "
         "tokenizer: compare it with the model's own, or download it again"

@@ -226,3 +226,15 @@ def test_nothing_is_saved_in_the_middle_of_a_step(
     result = workspace.run(tmp_path / "run")
     assert only_error(result) == "error: half way" and len(calls) == 3
     assert not list((tmp_path / "run").glob("step_*"))
+
+
+def test_a_resume_on_other_data_is_told(workspace: Any, tmp_path: Path, rows: Any, write: Any) -> None:
+    options = ("save_every_n_steps=2", "dataset_errors=skip")
+    first = workspace.run(tmp_path / "run", write(rows), *options, "max_steps_per_epoch=2")
+    assert first.status == 0, first.err
+    again = ("resume_from_checkpoint=True", "max_steps_per_epoch=3")
+    # A row that is left out is still one of those that the order is made of.
+    same = workspace.run(tmp_path / "run", write(with_nulls(rows, 58)), *options, *again)
+    assert same.status == 0 and "rows or packs" not in same.out
+    other = workspace.run(tmp_path / "run", write(rows[1:]), *options, again[0], "max_steps_per_epoch=4")
+    assert other.status == 0 and "note: dataset: 60 rows or packs in the checkpoint's run, 59 now" in other.out

@@ -206,6 +206,17 @@ def test_a_data_set_without_an_index() -> None:
             open_dataset(section, Words(), "dataset", lambda rows: rows)
 
 
+def test_a_row_that_says_itself_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.data.messages import RowError
+
+    def refuse(*_: Any) -> Any:
+        raise RowError("the conversation is empty")
+
+    monkeypatch.setattr(Odd, "__getitem__", refuse)
+    with pytest.raises(UserError, match=r"row 1: the conversation is empty; this is the first of 3 rows"):
+        own(Odd, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("sample", "told"),
     [
@@ -271,3 +282,11 @@ def test_the_remedy_fits_the_fault(monkeypatch: pytest.MonkeyPatch, error: Excep
 
 def test_no_thread_is_left_anywhere() -> None:
     assert "ulimit -u" in (_mendable(RuntimeError("can't start new thread")) or "")
+
+
+@pytest.mark.parametrize("key", ["dataset", "evaluation.dataset"])
+def test_a_stream_is_refused_before_a_run(key: str) -> None:
+    from offload.cli.validate import validate
+
+    with pytest.raises(UserError, match=rf"^{key}\.streaming: shuffling and resuming"):
+        validate("tiny_llama_offload", [f"{key}.streaming=True"])

@@ -125,3 +125,30 @@ def test_arguments_are_blamed_for_what_they_do(tmp_path: Path) -> None:
     line = refused(LLAMA2, path=str(path), max_seq_length=3)
     assert "max_seq_length" in line and "cannot read it" not in line
     assert "tokenizer.nope" in refused(LLAMA2, path="${tokenizer.nope}")
+
+
+class Folder:
+    """A tokenizer that takes a folder, and one that breaks."""
+
+    eos_id, pad_id = 2, 0
+
+    def __init__(self, path: str) -> None:
+        if not os.path.isdir(path):
+            raise UserError(f"path: the folder {path} does not exist")
+        if os.path.basename(path) == "broken":
+            raise KeyError("model")
+
+    def encode(self, text: str) -> list[int]:
+        return [1, len(text), 2]
+
+
+def test_what_other_tokenizers_take_for_a_path_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "folders", sys.modules[__name__])
+    assert built("folders.Folder", path=str(tmp_path)).encode("ab") == [1, 2, 2]
+    assert refused("folders.Folder", path="/nope") == "tokenizer.path: the folder /nope does not exist"
+    (tmp_path / "broken").mkdir()
+    assert refused("folders.Folder", path=str(tmp_path / "broken")) == (
+        "tokenizer: folders.Folder cannot be built: KeyError: 'model'"
+    )

@@ -36,6 +36,7 @@ from offload.training.output_lock import OutputLock
 from offload.training.progress import say
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, check_like, putting_back
+from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
 from offload.training.settings import TrainSettings
 from offload.training.step import (
     build_profiler,
@@ -44,7 +45,6 @@ from offload.training.step import (
     check_weights,
     count_steps,
     evaluate,
-    resume_notes,
 )
 from offload.training.tokenizer import build_tokenizer
 
@@ -61,6 +61,7 @@ class FinetuneRecipe:
         saved_step: optimizer steps that the newest checkpoint of the run holds.
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
         resumed_from: the checkpoint that this process began with.
+        resumed_config: the configuration of the run that saved it.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class FinetuneRecipe:
         self.saved_step = 0
         self.is_between_steps = True
         self.resumed_from: Path | None = None
+        self.resumed_config: dict[str, Any] | None = None
         self.lock: OutputLock | None = None
         self.reporter: Reporter | None = None
         self.is_profiling = False
@@ -118,6 +120,7 @@ class FinetuneRecipe:
             )
         self.resumed_from, loaded = found
         check_fields(loaded.recipe_state, self.resumed_from)
+        self.resumed_config = loaded.recipe_state["config"]
         say(f"resuming from {self.resumed_from}")
         return loaded
 
@@ -179,6 +182,9 @@ class FinetuneRecipe:
                 "train. Raise epochs or max_steps_per_epoch"
             )
         self.total_steps = self.global_step + left
+        if self.resumed_config is not None:
+            assert self.resumed_from is not None
+            check_changes(self.resumed_config, self.cfg, checkpoint=self.resumed_from, step_in_epoch=self.step_in_epoch)
 
     def check_length(self, model: nn.Module) -> None:
         """Whether the model takes the longest sample that was read.
@@ -241,6 +247,8 @@ class FinetuneRecipe:
             clip_grad_norm=settings.clip_grad_norm,
         )
         self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
+        if (warning := warm_up_note(settings.lr_scheduler, self.total_steps)) is not None:
+            say(f"warning: {warning}")
         if resumed:
             state = resumed.recipe_state
             check_resumed(state["config"], self.cfg, self.optimizer)
@@ -279,7 +287,13 @@ class FinetuneRecipe:
             assert self.resumed_from is not None
             with putting_back("random", self.resumed_from):
                 set_random_state(state["random"], self.device)
-            for note in resume_notes(state["config"], self.cfg):
+            for note in resume_notes(
+                state["config"],
+                self.cfg,
+                state,
+                total_steps=self.total_steps,
+                has_adapter=resumed.adapter is not None,
+            ):
                 say(f"note: {note}")
             if state.get("num_rows", self.batches.num_rows) != self.batches.num_rows:
                 say(
@@ -344,6 +358,7 @@ class FinetuneRecipe:
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
             "global_step": self.global_step,
+            "total_steps": self.total_steps,
             "tokens_seen": self.reporter.tokens.tokens_seen if self.reporter else 0,
             "seed": self.seed,
             "num_rows": self.batches.num_rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from offload.engine.norms import tensor_norms, total_norm
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.training.config import instantiate
-from offload.training.config_secrets import masked, resolved_and_masked
 from offload.training.data import Batch
 from offload.training.loss import SummedLoss
+from offload.training.resume_changes import LENGTHS
 
 
 def forward_backward(
@@ -115,8 +115,7 @@ def build_profiler(section: DictConfig | None) -> Any:
 
 def build_scheduler(section: DictConfig | None, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     """The ``lr_scheduler`` component, told how many steps the run has; None where there is none."""
-    lengths = {"num_training_steps": num_steps, "total_steps": num_steps, "T_max": num_steps}
-    return instantiate(section, optimizer, _optional_=lengths)
+    return instantiate(section, optimizer, _optional_=dict.fromkeys(LENGTHS, num_steps))
 
 
 def step_scheduler(scheduler: Any, loss: Tensor) -> None:
@@ -183,22 +182,3 @@ def count_steps(
             f"gradient_accumulation_steps={accumulation}; lower either, or add data"
         )
     return steps if max_steps is None else min(steps, max_steps)
-
-
-RESUME_KEYS = ("seed", "batch_size", "gradient_accumulation_steps", "shuffle", "dataset", "dtype", "loss")
-"""Settings that a resumed run must not change to go on as if it had not stopped."""
-
-
-def resume_notes(saved: Mapping[str, Any], cfg: DictConfig) -> Iterator[str]:
-    """A line for each setting that differs from the checkpoint's run and so changes what follows."""
-    saved, now = masked(saved), resolved_and_masked(cfg)  # what was masked when it was saved differs in nothing else
-    for key in RESUME_KEYS:
-        if key in saved and saved[key] != now.get(key):
-            yield f"{key} is {now.get(key)!r} now and was {saved[key]!r} in the checkpoint's run: the run changes here"
-    before, after = saved.get("optimizer") or {}, now.get("optimizer") or {}
-    for key in ("lr", "weight_decay", "betas", "momentum", "eps", "param_groups"):
-        if before.get(key) != after.get(key):
-            yield (
-                f"optimizer.{key}={after.get(key)} is not used: a resumed run goes on with the checkpoint's "
-                f"{before.get(key)}"
-            )

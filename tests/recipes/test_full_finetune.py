@@ -354,6 +354,23 @@ def test_resume_says_what_changes_the_run(workspace: Any, tmp_path: Path) -> Non
     assert done.status == 0 and "nothing is left to train" in done.out
 
 
+def test_resume_refuses_another_order_of_the_data_and_tells_of_another_schedule(workspace: Any, tmp_path: Path) -> None:
+    options = ("max_steps_per_epoch=5", "lr_scheduler.num_warmup_steps=5", "dataset.packed=True")
+    first = workspace.run(tmp_path / "run", *options)
+    assert first.status == 0, first.err
+    assert "lr_scheduler.num_warmup_steps is 5 and the run has 5 steps" in first.out + first.err
+    again = ("max_steps_per_epoch=10", "resume_from_checkpoint=True", "dataset.packed=True")
+    refused = workspace.run(tmp_path / "run", *again, "tokenizer.max_seq_len=40")
+    assert refused.status == 2
+    (error,) = refused.errors()
+    assert "tokenizer.max_seq_len: it is 40 now and was 48" in error and "set tokenizer.max_seq_len=48" in error
+    assert [row["step"] for row in first.rows] == list(range(1, 6))  # nothing was written
+    told = workspace.run(tmp_path / "run", *again, "lr_scheduler.num_warmup_steps=2")
+    assert told.status == 0, told.err
+    assert "lr_scheduler.num_warmup_steps is 2 now and was 5" in told.out + told.err
+    assert "the run has 10 steps now and had 5" in told.out + told.err
+
+
 def test_resume_without_a_checkpoint_is_an_error(workspace: Any, tmp_path: Path) -> None:
     result = workspace.run(tmp_path / "run", "resume_from_checkpoint=True")
     assert result.status == 2 and "no whole checkpoint" in result.errors()[0]

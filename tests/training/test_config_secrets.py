@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from offload.training.config_secrets import MASK, is_secret_key, masked, masked_words, resolved_and_masked
-from offload.training.step import resume_notes
+from offload.training.resume_changes import resume_notes
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from offload.training.config import AtLeast, AtMost, Component
 from offload.training.device import find_device, find_dtype
 from offload.training.launch import run_recipe
 from offload.training.model import build_model, load_weights
+from offload.training.preflight import check_model
 from offload.training.progress import say
 from offload.training.settings import Checkpointer, Model
 from offload.training.tokenizer import build_tokenizer
@@ -99,11 +100,18 @@ class GenerateRecipe:
     def __init__(self, settings: Settings, cfg: DictConfig) -> None:
         self.settings, self.cfg = settings, cfg
 
+    @staticmethod
+    def check(settings: Settings, *, elsewhere: bool = False) -> tuple[torch.device, torch.dtype, str]:
+        """Refuses what can be refused before anything is read; returns device, dtype and why this device."""
+        device, reason = find_device(settings.device, elsewhere=elsewhere)
+        dtype = find_dtype(settings.dtype, device)
+        check_model(settings.model, dtype)
+        return device, dtype, reason
+
     def setup(self) -> None:
         """Loads tokenizer and model; the cheap and the likely to fail first."""
         settings = self.settings
-        self.device, reason = find_device(settings.device)
-        self.dtype = find_dtype(settings.dtype, self.device)
+        self.device, self.dtype, reason = self.check(settings)
         _tell(reason)
         self.tokenizer = build_tokenizer(settings.tokenizer)
         self.prompt = self._tokens_of_prompt()

@@ -65,6 +65,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     Settings = Settings
     settings: Settings
+    leave_trainable = staticmethod(prepare_adapter)
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -79,7 +80,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
     def _setup_model(self, resumed: Loaded | None) -> None:
         settings = self.settings
         self.build_model()
-        prepare_adapter(self.model)
+        self.leave_trainable(self.model)
         load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
         if resumed:
             load_adapter(self.model, resumed.adapter)

@@ -67,19 +67,26 @@ def _validate(name: str, overrides: Sequence[str], recipe: str | None, local: li
 
 
 def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], notes: list[str]) -> None:
-    """Checks one config against the ``Settings`` that a recipe file declares. Nothing is instantiated.
+    """Checks one config against the ``Settings`` that a recipe file declares, and by its class's own ``check``.
 
     Raises:
         UserError: the problems, one per line.
     """
     from offload.training.config import load_and_check
+    from offload.training.device import is_here
     from offload.training.tiny import register_resolvers
 
-    schema = getattr(load_recipe(recipe.path), "Settings", None)
+    module = load_recipe(recipe.path)
+    schema = getattr(module, "Settings", None)
     if schema is None:
         raise UserError(f"{recipe.name} declares no class Settings, so it has nothing to check against")
     register_resolvers()
-    load_and_check(config, overrides, schema, notes)
+    _, settings = load_and_check(config, overrides, schema, notes)
+    for each in list(vars(module).values()):
+        if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check"):
+            device, _, reason = each.check(settings, elsewhere=True)
+            if not is_here(device):
+                notes.append(reason)
 
 
 def load_recipe(path: Path) -> ModuleType:

@@ -13,12 +13,21 @@ from offload.errors import UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def find_device(name: str) -> tuple[torch.device, str]:
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has ``device``."""
+    if device.type == "cpu":
+        return True
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == device.type and (device.index or 0) < torch.accelerator.device_count()
+
+
+def find_device(name: str, *, elsewhere: bool = False) -> tuple[torch.device, str]:
     """The device that ``name`` means here, and why, for the log.
 
     Args:
         name: ``auto`` (an accelerator if there is one, else the CPU), ``cpu``, ``cuda``, ``xpu``, or one of
             several as ``cuda:1``. ROCm's devices are called ``cuda``, as everywhere in PyTorch.
+        elsewhere: the run will be on another machine; what this one lacks is no error.
 
     Raises:
         UserError: for a device that this machine does not have; training never falls back in silence.
@@ -34,6 +43,8 @@ def find_device(name: str) -> tuple[torch.device, str]:
         raise UserError(f"device: got {name!r}, expected auto, cpu, cuda, xpu or cuda:<n>") from error
     if device.type == "cpu":
         return device, "device=cpu, as configured"
+    if elsewhere and not is_here(device) and device.type in ("cuda", "xpu", "mps"):
+        return device, f"device={name} is not available here: what depends on it was not checked"
     if found is None or found.type != device.type:
         here = "none is available" if found is None else f"this machine has {found.type}"
         built = f"torch {torch.__version__}"
@@ -49,7 +60,12 @@ def find_device(name: str) -> tuple[torch.device, str]:
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
     """The parameters' dtype; UserError where the device cannot compute in it."""
-    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        name == "bf16"
+        and device.type == "cuda"
+        and is_here(device)
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UserError(
             f"dtype: {torch.cuda.get_device_name(device)} has no bf16 arithmetic; use dtype=fp32 or a card of the "
             "Ampere generation or later"

@@ -33,6 +33,7 @@ from offload.training.loss import IGNORE_INDEX, SummedLoss
 from offload.training.model import build_model, compile_layers, num_parameters, prepare_activations
 from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
 from offload.training.output_lock import OutputLock
+from offload.training.preflight import check_run
 from offload.training.progress import say
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, check_like, putting_back
@@ -85,14 +86,36 @@ class FinetuneRecipe:
         self.reporter: Reporter | None = None
         self.is_profiling = False
 
+    @staticmethod
+    def leave_trainable(model: nn.Module) -> None:
+        """Freeze what this recipe does not train."""
+
+    @classmethod
+    def check(cls, settings: TrainSettings, *, elsewhere: bool = False) -> tuple[torch.device, torch.dtype, str]:
+        """Refuse what can be refused before anything is read; ``tune validate`` does this much.
+
+        Args:
+            settings: that the schema accepts.
+            elsewhere: the run will be on another machine, which may have other devices.
+
+        Returns:
+            (the device, the parameters' dtype, why this device)
+
+        Raises:
+            UserError: names the key, and the way out.
+        """
+        check_optimizer(settings.optimizer)
+        device, reason = find_device(settings.device, elsewhere=elsewhere)
+        dtype = find_dtype(settings.dtype, device)
+        check_run(settings, device, dtype, cls.leave_trainable)
+        return device, dtype, reason
+
     def setup_run(self) -> Loaded | None:
         """Device, precision, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
         from torchtune.training import set_seed
 
         settings = self.settings
-        check_optimizer(settings.optimizer)
-        self.device, reason = find_device(settings.device)
-        self.dtype = find_dtype(settings.dtype, self.device)
+        self.device, self.dtype, reason = self.check(settings)
         say(reason)
         self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
         self.lock = OutputLock(self.output_dir)

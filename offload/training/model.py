@@ -86,6 +86,24 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
     model.load_state_dict(dict(weights))
 
 
+def check_activations(*, checkpointing: bool, offloading: bool, device: torch.device) -> None:
+    """Refuse to offload activations on the CPU, or without checkpointing (it would move every activation, far more than
+    the link to the host carries).
+
+    Raises:
+        UserError: names the keys.
+    """
+    if offloading and device.type == "cpu":
+        raise UserError(
+            "enable_activation_offloading: activations are in host memory already on device=cpu; set it to False"
+        )
+    if offloading and not checkpointing:
+        raise UserError(
+            "enable_activation_offloading: needs enable_activation_checkpointing=True, or every activation would "
+            "cross the link; set both or neither"
+        )
+
+
 def prepare_activations(
     model: nn.Module, *, checkpointing: bool, offloading: bool, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
@@ -98,15 +116,7 @@ def prepare_activations(
     from torchtune.modules import TransformerSelfAttentionLayer
     from torchtune.training import get_act_offloading_ctx_manager, set_activation_checkpointing
 
-    if offloading and device.type == "cpu":
-        raise UserError(
-            "enable_activation_offloading: activations are in host memory already on device=cpu; set it to False"
-        )
-    if offloading and not checkpointing:
-        raise UserError(
-            "enable_activation_offloading: needs enable_activation_checkpointing=True, or every activation would "
-            "cross the link; set both or neither"
-        )
+    check_activations(checkpointing=checkpointing, offloading=offloading, device=device)
     if checkpointing:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     return get_act_offloading_ctx_manager(model, offloading)

@@ -1,0 +1,243 @@
+"""What a run refuses before it reads data, tokenizer and weights.
+
+Recipes check it first, and ``tune validate`` alone: one function, so that both refuse the same in the same words. The
+model is built on the meta device, the optimizer over small stand-ins for its parameters, the loss is called on a few
+numbers. Nothing is written, no random number of the run is drawn, no metric logger is started.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload import component as components
+from offload.component import LocalModuleError
+from offload.engine.forecast import LARGE, SMALL, THRESHOLD
+from offload.engine.units import clean_name
+from offload.errors import UserError
+from offload.optimizer import OffloadOptimizer
+from offload.peers import TorchAOCPUOffloadOptimizer
+from offload.training.config import instantiate
+from offload.training.config_interpolation import resolved_tree
+from offload.training.config_schema import Unknown, arguments_of, resolve
+from offload.training.config_yaml import get_at, walk
+from offload.training.device import is_here
+from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
+from offload.training.model import build_model, check_activations
+from offload.training.settings import TrainSettings
+from offload.training.step import build_scheduler, check_training
+
+NUM_STEPS = 1_000_000
+"""Steps of a run whose data nobody has counted yet, for its learning-rate schedule."""
+
+_Named = list[tuple[str, nn.Parameter]]
+
+
+def check_run(
+    settings: TrainSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    leave_trainable: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Refuse settings with which no run comes to its first step, whatever its data and weights are.
+
+    A part is left out where only a run can tell: a model whose arguments the base checkpoint has, a value of a resolver
+    that prepares files, a component that :func:`offload.component.installed_only` does not import.
+
+    Args:
+        settings: that the schema accepts.
+        device: trains.
+        dtype: of the parameters.
+        leave_trainable: freezes what the recipe does not train.
+
+    Raises:
+        UserError: names the key, and the way out.
+    """
+    with _trying():
+        check_activations(
+            checkpointing=settings.enable_activation_checkpointing,
+            offloading=settings.enable_activation_offloading,
+            device=device,
+        )
+        with contextlib.suppress(LocalModuleError):
+            if _is_known(settings.loss):
+                check_loss(instantiate(settings.loss), settings.loss["_component_"])
+        model = check_model(settings.model, dtype)
+        if model is not None and leave_trainable is not None:
+            leave_trainable(model)
+        with contextlib.suppress(LocalModuleError):
+            if _is_known(settings.optimizer):
+                _check_optimizer(settings, model, device, dtype)
+        with contextlib.suppress(LocalModuleError):
+            if settings.metric_logger is not None:
+                _check_imports(settings.metric_logger, "metric_logger")
+
+
+@contextlib.contextmanager
+def _trying() -> Iterator[None]:
+    """What is built here is thrown away: the run warns, and draws random numbers, when it builds its own."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_known(section: DictConfig) -> bool:
+    """Whether every value in a section of a configuration can be had without calling a resolver of ours."""
+    root = section._get_root()
+    assert isinstance(root, DictConfig)
+    tree = resolved_tree(root, [])
+    key = section._get_full_key(None)
+    here = get_at(tree, tuple(str(key).replace("[", ".").replace("]", "").split(".")))
+    return not any(isinstance(value, Unknown) for _, value in walk(here))
+
+
+def check_model(section: DictConfig, dtype: torch.dtype) -> nn.Module | None:
+    """The ``model`` component on the meta device; None where only a run can build it.
+
+    Raises:
+        UserError: it cannot be built from its arguments.
+    """
+    if not _is_known(section):
+        return None
+    path = section["_component_"]
+    try:
+        component = resolve(path, key="model._component_")
+        given = arguments_of(section)
+        signature = components.signature_of(component, given)
+        for name, parameter in signature.parameters.items():
+            is_variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if parameter.default is parameter.empty and not is_variable and name not in given:
+                return None  # config.json of the base checkpoint has it
+        return build_model(section, device=torch.device("meta"), dtype=dtype)
+    except LocalModuleError:
+        return None
+    except UserError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise UserError(
+            f"model: {path} cannot be built from its arguments: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def check_loss(loss: Any, path: str) -> None:
+    """Refuse a loss that does not make one number of logits and labels.
+
+    Args:
+        loss: the component.
+        path: its dotted path, for messages.
+
+    Raises:
+        UserError: says what it did.
+    """
+    if isinstance(loss, LinearCrossEntropyLoss):
+        return
+    number, vocabulary = 8, 5
+    logits = torch.linspace(-1, 1, number * vocabulary).reshape(1, number, vocabulary)
+    labels = torch.arange(number).remainder(vocabulary).reshape(1, number)
+    labels[0, -1] = getattr(loss, "ignore_index", IGNORE_INDEX)
+    way_out = "use offload.training.loss.LinearCrossEntropyLoss or torch.nn.CrossEntropyLoss"
+    try:
+        if hasattr(loss, "num_output_chunks"):
+            value = loss(list(logits.chunk(loss.num_output_chunks, dim=1)), labels)
+        else:
+            value = loss(logits[0], labels[0])
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").strip()
+        raise UserError(
+            f"loss: {path} does not take logits [tokens, vocabulary] and labels [tokens] "
+            f"({type(error).__name__}: {reason}); {way_out}"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        made = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UserError(
+            f"loss: {path} makes {made} of {number} labels, expected one number; set loss.reduction=mean where it "
+            f"takes one, or {way_out}"
+        )
+
+
+def _check_optimizer(
+    settings: TrainSettings, model: nn.Module | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Build the optimizer over stand-ins, and ask it for the recipe's settings; then the schedule over it."""
+    section = settings.optimizer
+    kind = resolve(section["_component_"], key="optimizer._component_")
+    if kind is TorchAOCPUOffloadOptimizer and not is_here(device):
+        return  # it takes parameters of an accelerator alone
+    # On an accelerator ours would page-lock host memory.
+    named = _stand_ins(
+        model, device if is_here(device) and kind is not OffloadOptimizer else torch.device("cpu"), dtype
+    )
+    if model is None and "offload_states" in section:
+        section = section.copy()  # patterns on names that are not known
+        section.pop("offload_states")
+    optimizer = instantiate(section, named)
+    check_training(
+        optimizer,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        clip_grad_norm=settings.clip_grad_norm,
+    )
+    with contextlib.suppress(LocalModuleError):
+        if settings.lr_scheduler is not None and _is_known(settings.lr_scheduler):
+            build_scheduler(settings.lr_scheduler, optimizer, NUM_STEPS)
+
+
+def _stand_ins(model: nn.Module | None, device: torch.device, dtype: torch.dtype) -> _Named:
+    """Small parameters with names, dimensions and dtypes of those that train; large ones still count as large."""
+    if model is None:
+        return [("weight", nn.Parameter(torch.zeros(4, LARGE // 4, dtype=dtype, device=device)))]
+    named = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            count = SMALL if param.numel() < THRESHOLD else LARGE
+            shape = (count,) * param.dim() if param.dim() < 2 else (*(1,) * (param.dim() - 2), 4, count // 4)
+            stand_in = nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=device))
+            named.append((clean_name(name), stand_in))
+    return named
+
+
+def _check_imports(section: DictConfig, key: str) -> None:
+    """Refuse a component whose constructor imports what is not installed.
+
+    A metric logger is not built for that: it would start a run.
+    """
+    path = section["_component_"]
+    component: Any = resolve(path, key=f"{key}._component_")
+    function = component.__init__ if inspect.isclass(component) else component
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for name in _imports(tree):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            package = (getattr(error, "name", None) or name).partition(".")[0]
+            raise UserError(
+                f"{key}: {path} imports {name}, and that fails ({type(error).__name__}: {error}): pip install "
+                f"{package}, or choose another {key}"
+            ) from error
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Modules that the code imports, but for those that it can do without."""
+    if isinstance(node, ast.Import):
+        yield from (each.name for each in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield node.module
+    is_optional = isinstance(node, ast.Try) and not all(
+        any(isinstance(inner, ast.Raise) for inner in ast.walk(handler)) for handler in node.handlers
+    )
+    if not is_optional:
+        for child in ast.iter_child_nodes(node):
+            yield from _imports(child)

@@ -134,7 +134,7 @@ def run_until_logged(
     def has_logged() -> bool:
         return len(read_rows(output / "metrics.jsonl")) >= run.steps
 
-    variables = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(output), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     folders = {"TUNE_OFFLOAD_HOME": str(SCRATCH / "home"), "HF_DATASETS_CACHE": str(SCRATCH / "datasets")}
     command = [sys.executable, str(ROOT / "recipes" / f"{run.recipe}.py"), "--config", str(config)]
     log = output / "log.txt"

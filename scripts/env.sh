@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Makes the Python environment .venv of this checkout ready, and puts it on PATH. Sourced by quickstart.sh and test.sh.
+# Makes the Python environment .venv of this checkout ready, and puts it on PATH. Sourced by quickstart.sh, for what
+# running needs, and by test.sh, which sets NEEDED=dev for what the checks need besides.
 #
 #   TUNE_OFFLOAD_UV=1          install with uv in place of pip
 #   TUNE_OFFLOAD_TORCH=cpu     the CPU build of torch, whatever the machine has; or `cuda`, or the address of a package
@@ -12,6 +13,7 @@
 
 set -euo pipefail
 
+NEEDED=${NEEDED:-run}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=${TUNE_OFFLOAD_VENV:-$ROOT/.venv}
 PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -41,10 +43,33 @@ find_python() {
     die "no Python 3.10 or newer found: install one, or name it with PYTHON=/path/to/python"
 }
 
-# Runs a command with its output in the log, which is shown only if it fails.
+# Runs a command with its output in the log, which is shown only if it fails; meanwhile tells how far it is.
 logged() {
+    local status=0 watcher
     printf '\n$ %s\n' "$*" >>"$LOG"
-    "$@" >>"$LOG" 2>&1
+    watch_log &
+    watcher=$!
+    "$@" >>"$LOG" 2>&1 || status=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    [ ! -t 1 ] || printf '\r\033[K'
+    return "$status"
+}
+
+# The time and the log's last line: live on a terminal, every 15 seconds elsewhere. Ends with the script.
+watch_log() {
+    local begin=$SECONDS spent line every=15
+    [ ! -t 1 ] || every=1
+    while kill -0 $$ 2>/dev/null; do
+        sleep "$every" >/dev/null 2>&1
+        spent=$((SECONDS - begin))
+        line=$(tail -n 1 "$LOG" | tr -d '\r' | sed 's/^ *//' | cut -c 1-$((${COLUMNS:-80} - 14)))
+        if [ -t 1 ]; then
+            printf '\r\033[K    %4d s  %s' "$spent" "$line"
+        else
+            printf '    %4d s  %s\n' "$spent" "$line"
+        fi
+    done
 }
 
 failed() {
@@ -150,12 +175,15 @@ prepare() {
         die "$VENV was made from another Python than PYTHON=$PYTHON: remove it, or set TUNE_OFFLOAD_VENV to another folder"
     fi
 
-    local stamp wanted started
+    local stamp wanted started extras=
     stamp=$VENV/.tune-offload-ready
     # Whatever changes what would be installed; the folder, because scripts in an environment hold absolute paths.
     wanted="$ROOT $VENV $INSTALLER $TORCH $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" "$ROOT/tune_offload.pth" | cksum)"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
-        return
+    # What the checks need holds what running needs.
+    if [ -f "$stamp" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+        case $(cat "$stamp") in
+        "$NEEDED $wanted" | "dev $wanted") return ;;
+        esac
     fi
 
     started=$SECONDS
@@ -171,13 +199,18 @@ prepare() {
         adopt_pip_settings
     fi
     install_torch
-    say "installing tune-offload and what it needs, with $INSTALLER (about 100 packages: one to three minutes)"
-    (cd "$ROOT" && install -c constraints.txt -e '.[dev]') || failed "could not install tune-offload"
+    if [ "$NEEDED" = dev ]; then
+        extras='[dev]'
+        say "installing tune-offload, what it needs and what its checks need, with $INSTALLER (two to four minutes)"
+    else
+        say "installing tune-offload and what it needs, with $INSTALLER (one to two minutes)"
+    fi
+    (cd "$ROOT" && install -c constraints.txt -e ".$extras") || failed "could not install tune-offload"
     if [ "$TORCH" = cuda ] && ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         say "warning: torch sees no CUDA device (a driver too old for this build?): training will run on the CPU." \
             "TUNE_OFFLOAD_TORCH=https://download.pytorch.org/whl/cu126 takes a build for older drivers"
     fi
-    printf '%s' "$wanted" >"$stamp"
+    printf '%s' "$NEEDED $wanted" >"$stamp"
     say "ready after $((SECONDS - started)) s; log in $LOG"
 }
 

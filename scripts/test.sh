@@ -5,6 +5,7 @@
 #   bash scripts/test.sh -m slow               those: products of what the others sample
 #   bash scripts/test.sh tests/engine -k clip  some of them
 set -euo pipefail
+NEEDED=dev
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ROOT"
 

@@ -40,12 +40,14 @@ class BadRow:
         index: in that data set.
         reason: on one line.
         concerns_all: every row has this fault; leaving this one out would not help.
+        is_line: the fault is none of the row; ``reason`` is all that there is to say.
     """
 
     source: int
     index: int
     reason: str
     concerns_all: bool = False
+    is_line: bool = False
 
 
 @dataclass
@@ -115,8 +117,13 @@ class Rows(Dataset[Any]):
                 return self._with_nulls(index) or sample
             return BadRow(self._number, index, problem)
         except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
-            if isinstance(error, (UserError, KeyboardInterrupt, SystemExit)) or machine_problem(error) is not None:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
+            if isinstance(error, UserError):
+                return BadRow(self._number, index, str(error), concerns_all=True, is_line=True)
+            if (problem := machine_problem(error)) is not None:
+                line = f"{self.key}: {described(self.section)} cannot be read: {problem}"
+                return BadRow(self._number, index, line, concerns_all=True, is_line=True)
             missing = self._missing_column(index, error)
             if missing is not None:
                 return BadRow(self._number, index, missing, concerns_all=True)

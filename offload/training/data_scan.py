@@ -99,6 +99,8 @@ def check_labels(key: str, tally: Tally, max_seq_len: int | None) -> list[str]:
 def bad_rows_error(key: str, rows: Sequence[Rows], tally: Tally) -> UserError:
     """What a run is refused with, or stops with, for the bad rows of a tally."""
     bad = tally.bad
+    if bad[-1].is_line:
+        return UserError(bad[-1].reason)
     if bad[-1].concerns_all:
         owner = rows[bad[-1].source]
         return UserError(f"{owner.key}: {described(owner.section)}: {bad[-1].reason}")

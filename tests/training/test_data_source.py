@@ -284,6 +284,38 @@ def test_no_thread_is_left_anywhere() -> None:
     assert "ulimit -u" in (_mendable(RuntimeError("can't start new thread")) or "")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UserError("tokenizer: it has no chat template"), "tokenizer: it has no chat template"),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            "dataset: json, split train cannot be read: Input/output error",
+        ),
+    ],
+    ids=["user", "disk"],
+)
+def test_a_fault_that_is_none_of_the_row(
+    monkeypatch: pytest.MonkeyPatch, workers: int, error: Exception, told: str
+) -> None:
+    """One line, also out of a worker, and nothing is left out for it."""
+
+    def fail(self: Any, index: int) -> Any:
+        if index < 2:
+            return {"tokens": [1, 5, 2], "labels": [1, 5, 2]}
+        raise error
+
+    monkeypatch.setattr(Odd, "__getitem__", fail)
+    with pytest.raises(UserError) as caught:
+        own(Odd, monkeypatch, skips_bad_rows=True)
+    assert caught.value.lines[0].startswith(told) and len(caught.value.lines) == 1
+    monkeypatch.setattr(data, "read_rows", lambda *_, **__: data.Tally(read=3))
+    with pytest.raises(UserError) as caught:
+        list(own(Odd, monkeypatch, num_workers=workers).epoch(0))
+    assert caught.value.lines[0].startswith(told) and len(caught.value.lines) == 1
+
+
 @pytest.mark.parametrize("key", ["dataset", "evaluation.dataset"])
 def test_a_stream_is_refused_before_a_run(key: str) -> None:
     from offload.cli.validate import validate

@@ -169,7 +169,12 @@ class CheckpointManager:
                     raise DamagedCheckpoint(
                         f"{path / name} is damaged: {error}: resume from another checkpoint"
                     ) from error
-            reader = _torchtune_checkpointer(path, tuple(names), self.base, self.output_dir)
+            try:
+                reader = _torchtune_checkpointer(path, tuple(names), self.base, self.output_dir)
+            except Exception as error:  # it reads config.json
+                raise DamagedCheckpoint(
+                    f"{path} is damaged ({_one_line(error)}): resume from another checkpoint"
+                ) from error
             model = _load_model(reader, self.base, path)
         return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest.step)
 
@@ -496,6 +501,8 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
     """(adapter, recipe_state)"""
     try:
         content = state_file.read(path)
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
         adapter, state = content["adapter"], content["recipe_state"]
         if not isinstance(state, dict):
             raise TypeError(f"recipe_state is a {type(state).__name__}")

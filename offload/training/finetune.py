@@ -19,7 +19,6 @@ from torch import nn
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.models.torchtune import TorchtuneModel
-from offload.optim import unpacked
 from offload.training import architecture, disk_space, torchao_shim
 from offload.training.checkpoint import CheckpointManager, Loaded, output_folder, quiet_torchtune
 from offload.training.checkpoint_manifest import read as read_manifest
@@ -36,7 +35,7 @@ from offload.training.output_lock import OutputLock
 from offload.training.preflight import check_run
 from offload.training.progress import say
 from offload.training.reporting import Reporter
-from offload.training.resume import check_fields, check_like, putting_back
+from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
 from offload.training.settings import TrainSettings
 from offload.training.step import (
@@ -275,16 +274,8 @@ class FinetuneRecipe:
         if resumed:
             state = resumed.recipe_state
             check_resumed(state["config"], self.cfg, self.optimizer)
-            saved = state["optimizer"]
             assert self.resumed_from is not None
-            with putting_back("optimizer", self.resumed_from):
-                if not getattr(self.optimizer, "owns_loaded_states", False):
-                    saved = unpacked(saved, [p for group in self.optimizer.param_groups for p in group["params"]])
-                self.optimizer.load_state_dict(saved)
-            if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-                with putting_back("lr_scheduler", self.resumed_from):
-                    check_like(state["lr_scheduler"], self.lr_scheduler.state_dict(), "lr_scheduler")
-                    self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            put_back(state, self.optimizer, self.lr_scheduler, self.resumed_from)
         set_mode(self.optimizer, "train")
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
@@ -308,8 +299,7 @@ class FinetuneRecipe:
         )
         if resumed:
             assert self.resumed_from is not None
-            with putting_back("random", self.resumed_from):
-                set_random_state(state["random"], self.device)
+            put_back_random(state["random"], self.device, self.resumed_from)
             for note in resume_notes(
                 state["config"],
                 self.cfg,

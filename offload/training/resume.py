@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offload.errors import UserError
+from offload.optim import unpacked
 from offload.training.checkpoint import STATE_NAME
 from offload.training.checkpoint_manifest import DamagedCheckpoint
+from offload.training.device import set_random_state
 
 _COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
 _LEAVES = (Tensor, bool, int, float, complex, type(None))
@@ -30,27 +33,37 @@ def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:
         )
 
 
-def check_like(saved: Any, own: Any, name: str) -> None:
-    """TypeError where ``saved`` has another form than ``own``, an object's state in the form that it writes."""
-    if own is None:
-        return
-    if isinstance(own, (bool, int, float, Tensor)):
-        if not isinstance(saved, (bool, int, float, Tensor)):
-            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
-    elif isinstance(own, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or len(saved) != len(own):
-            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)} of {len(own)}")
-        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
-            check_like(one, other, f"{name}[{index}]")
-    elif isinstance(own, Mapping):
-        if not isinstance(saved, Mapping):
-            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
-        for key in own.keys() & saved.keys():
-            check_like(saved[key], own[key], f"{name}.{key}")
+def put_back(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, lr_scheduler: Any, checkpoint: Path) -> None:
+    """Loads what was saved into an optimizer and, where there is one, its schedule.
+
+    Args:
+        state: checked by :func:`check_fields`.
+        optimizer: of the parameters that the saved one had.
+        lr_scheduler: its schedule, or None.
+        checkpoint: the folder that the state comes from.
+
+    Raises:
+        UserError: if they cannot use it.
+    """
+    with _putting_back("optimizer", checkpoint):
+        saved = state["optimizer"]
+        if not getattr(optimizer, "owns_loaded_states", False):
+            saved = unpacked(saved, [p for group in optimizer.param_groups for p in group["params"]])
+        optimizer.load_state_dict(saved)
+    if lr_scheduler is not None and state["lr_scheduler"] is not None:
+        with _putting_back("lr_scheduler", checkpoint):
+            _check_like(state["lr_scheduler"], lr_scheduler.state_dict(), "lr_scheduler")
+            lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def put_back_random(state: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
+    """Restores every generator's state; UserError where it is none."""
+    with _putting_back("random", checkpoint):
+        set_random_state(state, device)
 
 
 @contextlib.contextmanager
-def putting_back(what: str, checkpoint: Path) -> Iterator[None]:
+def _putting_back(what: str, checkpoint: Path) -> Iterator[None]:
     """Turns a failure to use what was saved of ``what`` into one line."""
     try:
         yield
@@ -99,6 +112,25 @@ def _odd_leaves(value: Any, name: str) -> Iterator[str]:
         yield f"{name} is {_kind(value)}, expected a tensor or a number"
     for key, item in items:
         yield from _odd_leaves(item, f"{name}.{key}")
+
+
+def _check_like(saved: Any, own: Any, name: str) -> None:
+    """TypeError where ``saved`` has another form than ``own``, an object's state in the form that it writes."""
+    if own is None:
+        return
+    if isinstance(own, (bool, int, float, Tensor)):
+        if not isinstance(saved, (bool, int, float, Tensor)):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
+    elif isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(own):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)} of {len(own)}")
+        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
+            _check_like(one, other, f"{name}[{index}]")
+    elif isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"{name} is {_kind(saved)}, expected {_kind(own)}")
+        for key in own.keys() & saved.keys():
+            _check_like(saved[key], own[key], f"{name}.{key}")
 
 
 def _kind(value: Any) -> str:

@@ -41,13 +41,17 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, at_step: int, value: float)
     monkeypatch.setattr(FinetuneRecipe, "prepare_model", prepared)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("value", "options", "expected"),
     [
-        ((), "the norm of the gradients became {value} in step 4 at lr="),
-        (("clip_grad_norm=null", "log_every_n_steps=3"), "the weights output.weight are not finite after step 4;"),
+        (float("inf"), (), "the norm of the gradients became {value} in step 4 at lr="),
         (
+            float("nan"),
+            ("clip_grad_norm=null", "log_every_n_steps=3"),
+            "the weights output.weight are not finite after step 4;",
+        ),
+        (
+            float("inf"),
             ("clip_grad_norm=null", "log_every_n_steps=3", "optimizer.update_in_backward=True"),
             "the weights output.weight are not finite after step 4;",
         ),
@@ -155,20 +159,10 @@ def change(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("field", "value"),
     [
         ("global_step", "4"),
-        ("epoch", -1),
-        ("seed", None),
-        ("tokens_seen", 1.5),
-        ("optimizer", []),
         ("optimizer.state", {0: {"exp_avg": "text"}}),
-        ("optimizer.state", {0: {"exp_avg": torch.zeros(3)}}),
-        ("optimizer.param_groups", [{"lr": 1.0}]),
         ("optimizer.param_groups", [{"params": ["a"]}]),
         ("lr_scheduler", {"base_lrs": "x"}),
-        ("lr_scheduler", 3),
-        ("random", {}),
-        ("random.python", (1, 2)),
         ("random.torch", torch.zeros(3)),
-        ("config", {1: 2}),
     ],
 )
 def test_fields_of_odd_types(workspace: Any, tmp_path: Path, one_run: Path, field: str, value: Any) -> None:

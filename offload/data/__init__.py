@@ -3,7 +3,8 @@
     messages.py    what a conversation is, and what is wrong with one
     chat.py        which parts of a conversation, as a chat template writes it, the model itself has to generate
     tokenizer.py   a tokenizer folder for data sets, ours and torchtune's
-    sft.py         files and hub names to samples
+    files.py       rows of files and of the Hugging Face Hub
+    sft.py         rows to samples
     mixture.py     several data sets with weights
     packing.py     samples to packs of one length that keep documents apart
 

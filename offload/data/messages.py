@@ -171,7 +171,10 @@ def _text(content: Any, number: int) -> str:
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """One call as ``{"type": "function", "function": {"name": …, "arguments": {…}}}``, as templates take it."""
+    """One call as ``{"type": "function", "function": {"name": …, "arguments": {…}}}``, as templates take it.
+
+    A null among arguments is kept where they are JSON in a string.
+    """
     if not isinstance(call, Mapping):
         raise RowError(f"a tool call of message {number} is {type(call).__name__}; expected name and arguments")
     function = call.get("function") or {key: call.get(key) for key in ("name", "arguments")}
@@ -180,12 +183,23 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of {function['name']} in message {number}")
+    else:
+        arguments = without_nulls(arguments)
     outer = {key: value for key, value in call.items() if key not in ("function", "name", "arguments", "type")}
     return {
         "type": "function",
         **{key: value for key, value in outer.items() if value is not None},
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` without keys that are null; columns of one type, as Parquet's, have one for each key of other rows."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def _from_json(text: str, what: str) -> Any:

@@ -69,6 +69,11 @@ class ChatTokenizer:
             self._template = ChatTemplate(self.hf, self._options)
         return self._template
 
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """The token ids of plain text, with the tokenizer's first and last token where it has them."""
         ids = self.hf.encode(text, add_special_tokens=False)
@@ -100,6 +105,15 @@ class ChatTokenizer:
         check_order(read.messages)
         rendered = self.template.trained(read, tools)
         return self._mask(rendered.text, rendered.trained)
+
+    def encode_completion(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """Plain text, of which the completion and the end of the text count; ids and counts as :meth:`encode_chat`."""
+        ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, counts = [self.bos_id, *ids], [False, *counts]
+        if self.eos_id is not None:
+            ids, counts = [*ids, self.eos_id], [*counts, True]
+        return ids, counts
 
     def encode_prompt(self, messages: Any, tools: Any = None) -> list[int]:
         """The token ids after which the model answers ``messages``; goes on with a last message of the assistant's."""

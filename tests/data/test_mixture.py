@@ -1,0 +1,73 @@
+"""The order of several data sets with weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from offload.data.mixture import Mixture, epoch_order
+from offload.errors import UserError
+
+SEED = 7
+
+
+def test_weights_of_one_are_a_permutation_of_all():
+    order = epoch_order([5, 8], seed=SEED, epoch=3)
+    assert torch.equal(order, torch.randperm(13, generator=torch.Generator().manual_seed(SEED + 3)))
+    assert epoch_order([5, 8], seed=SEED, epoch=3, shuffle=False).tolist() == list(range(13))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_weights_say_how_often_a_data_set_is_gone_through(shuffle):
+    lengths, weights = [10, 8, 6], [2.5, 0.25, 1]
+    seen = Counter()
+    for epoch in range(4):
+        order = epoch_order(lengths, weights, seed=SEED, epoch=epoch, shuffle=shuffle).tolist()
+        counted = Counter(order)
+        assert [sum(counted[n] for n in part) for part in (range(10), range(10, 18), range(18, 24))] == [25, 2, 6]
+        assert all(counted[n] in (2, 3) for n in range(10))
+        seen += counted
+    # Fractions take other samples in each epoch, until all had their turn.
+    assert [seen[n] for n in range(10, 18)] == [1] * 8
+    assert [seen[n] for n in range(10)] == [10] * 10
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    def order(seed, epoch):
+        return epoch_order([50, 30], [0.5, 1.5], seed=seed, epoch=epoch).tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(1, 3) and order(1, 2) != order(2, 2)
+    program = (
+        "from offload.data.mixture import epoch_order\n"
+        "print(epoch_order([50, 30], [0.5, 1.5], seed=1, epoch=2).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == str(order(1, 2))
+
+
+@pytest.mark.parametrize(("length", "weight"), [(3, 0), (3, -1), (3, 0.1), (3, float("nan"))])
+def test_weights_that_take_nothing_are_refused(length, weight):
+    with pytest.raises(UserError, match=r"dataset.weight: .* takes no sample of data set 2, which has 3"):
+        epoch_order([5, length], [1, weight], seed=SEED, epoch=0)
+
+
+class Letters(list):
+    weight = 2.0
+
+
+def test_a_mixture():
+    mixture = Mixture([Letters("ab"), list("cde")])
+    assert mixture.weights == [2.0, 1.0] and len(mixture) == 5
+    assert [mixture[index] for index in range(5)] == list("abcde")
+    assert mixture.locate(3) == (mixture.datasets[1], 1)
+    order = mixture.order(seed=SEED, epoch=0)
+    assert sorted(mixture[index] for index in order.tolist()) == list("aabbcde")
+    with pytest.raises(UserError, match="2 data sets have 1 weights"):
+        Mixture([[1], [2]], [1.0])
+    with pytest.raises(UserError, match="at least one data set"):
+        Mixture([])

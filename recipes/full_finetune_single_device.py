@@ -10,7 +10,7 @@ Features, each behind the configuration key of that name:
 - ``enable_activation_checkpointing``, ``enable_activation_offloading``, ``compile``: memory and speed.
 - ``loss``: fused head and cross-entropy, chunked, or plain.
 - ``dataset``: one component or a list of them, packed or padded.
-- ``evaluation``: loss on held-out data every N steps.
+- ``evaluation``: loss on held-out data every N steps; stopping when it no longer falls, keeping the best checkpoint.
 - ``save_every_n_steps``, ``keep_last_n``, ``resume_from_checkpoint``: whole checkpoints in Hugging Face's
   format; a resumed run goes on in the middle of an epoch as if it had not stopped.
 - ``metric_logger``: wandb mirrors ``metrics.jsonl`` in ``output_dir``, which has one line per log. On an accelerator
@@ -87,10 +87,10 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
             self.profiler.start()
             self.is_profiling = True
         with Interrupt() as interrupt, self.saving_on_failure():
-            interrupted = False
-            while self.epoch < settings.epochs and not interrupted:
+            interrupted = stops = False
+            while self.epoch < settings.epochs and not stops:
                 batches = self.batches.epoch(self.epoch, start=self.step_in_epoch * accumulation)
-                while self.step_in_epoch < self.steps_per_epoch and not interrupted:
+                while self.step_in_epoch < self.steps_per_epoch and not stops:
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
                     self.begin_step()
@@ -127,6 +127,7 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                             reporter.flush()  # evaluating waits for the device anyway
                             with timer("evaluation"):
                                 values["evaluation/loss"] = self.evaluate()
+                            should_save |= self.judge(values["evaluation/loss"])
                         reporter.log(self.global_step, values)
                     else:
                         reporter.advance(self.global_step)
@@ -136,7 +137,8 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
                             self.save()
                     if self.profiler is not None:
                         self.profiler.step()
-                if not interrupted:
+                    stops = interrupted or self.best.is_exhausted
+                if not stops:
                     self.epoch, self.step_in_epoch = self.epoch + 1, 0
             return interrupt.exit_code if interrupted else 0
 

@@ -90,6 +90,8 @@ class CheckpointManager:
         if keep_last_n is not None and (isinstance(keep_last_n, bool) or keep_last_n < 1):
             raise UserError(f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints")
         self.keep_last_n = keep_last_n
+        self.best: Path | None = None
+        """A checkpoint that is kept besides the last ones."""
         self.output_dir = output_folder(output_dir)
         self.base = base_checkpoint.read_base(checkpointer)
         _check_apart(self.base.directory, self.output_dir)
@@ -336,7 +338,7 @@ class CheckpointManager:
         if self.keep_last_n is None:
             return
         self._damaged.discard(newest)
-        others = [path for path in whole_checkpoints(self.output_dir) if path != newest]
+        others = [path for path in whole_checkpoints(self.output_dir) if path not in (newest, self.best)]
         others.sort(key=lambda path: path not in self._damaged)
         for path in others[: max(0, len(others) - (self.keep_last_n - 1))]:
             # This run may have started from a checkpoint that an earlier run left in the same folder.

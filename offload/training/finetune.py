@@ -20,6 +20,7 @@ from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.models.torchtune import TorchtuneModel
 from offload.training import architecture, disk_space, torchao_shim
+from offload.training.best_evaluation import BestEvaluation
 from offload.training.checkpoint import CheckpointManager, Loaded, output_folder, quiet_torchtune
 from offload.training.checkpoint_manifest import read as read_manifest
 from offload.training.checkpoint_manifest import whole_checkpoints
@@ -128,7 +129,22 @@ class FinetuneRecipe:
         say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
         self.global_step = self.saved_step = state.get("global_step", 0)
+        self.best = BestEvaluation(settings.evaluation.early_stopping_patience if settings.evaluation else None)
+        if state.get("best_evaluation") is not None:
+            self.best.load_state_dict(state["best_evaluation"])
+        self._keep_best()
+        if self.best.is_exhausted:
+            raise NothingToDo(
+                f"nothing is left to train: {self.best}. To go on from {self.resumed_from}, raise "
+                "evaluation.early_stopping_patience"
+            )
         return resumed
+
+    def _keep_best(self) -> None:
+        """Protect the checkpoint of the best evaluation from keep_last_n."""
+        evaluation = self.settings.evaluation
+        if evaluation is not None and evaluation.keep_best and self.best.step is not None:
+            self.checkpoints.best = self.checkpoints.output_dir / f"step_{self.best.step}"
 
     def _find_checkpoint(self) -> Loaded | None:
         chosen = self.settings.resume_from_checkpoint
@@ -331,13 +347,17 @@ class FinetuneRecipe:
             done_steps=self.global_step,
             epochs_left=settings.epochs - self.epoch,
         )
+        keep = settings.keep_last_n
+        if settings.evaluation is not None and settings.evaluation.keep_best:
+            count += self.total_steps // settings.evaluation.every_n_steps  # at most: were each the best so far
+            keep = None if keep is None else keep + 1
         present = [sum(read_manifest(path).sizes.values()) for path in whole_checkpoints(self.output_dir)]
         for line in disk_space.plan(
             self.output_dir,
             weights=weights * self.dtype.itemsize,
             states=states,
             count=count,
-            keep=settings.keep_last_n,
+            keep=keep,
             present=present,
         ):
             say(line)
@@ -360,6 +380,15 @@ class FinetuneRecipe:
         with evaluation_weights(self.optimizer):
             return evaluate(self.loss, self.model, batches, self.device)
 
+    def judge(self, loss: float) -> bool:
+        """Hold an evaluation against the best; whether a checkpoint is due, because it is kept or the run stops."""
+        assert self.settings.evaluation is not None
+        is_best = self.best.observe(self.global_step, loss)
+        self._keep_best()
+        if self.best.is_exhausted and self.global_step < self.total_steps:
+            say(f"stopping at step {self.global_step}: {self.best}")
+        return self.best.is_exhausted or (is_best and self.settings.evaluation.keep_best)
+
     def synchronize_optimizer(self) -> None:
         """Wait for updates that are still under way, before parameters are read outside of the model's forward."""
         if hasattr(self.optimizer, "synchronize"):
@@ -378,6 +407,7 @@ class FinetuneRecipe:
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "random": random_state(self.device),
+            "best_evaluation": self.best.state_dict(),
             "config": resolved_and_masked(self.cfg),
         }
 
@@ -452,7 +482,7 @@ class FinetuneRecipe:
             if self.is_profiling:
                 self.profiler.stop()
             if self.reporter is not None:
-                self.reporter.close(exit_code, self.saved)
+                self.reporter.close(exit_code, self.saved, best=self.checkpoints.best)
         finally:
             if self.lock is not None:
                 self.lock.release()

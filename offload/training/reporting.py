@@ -239,8 +239,14 @@ class Reporter:
             seq_len=sample_length,
         )
 
-    def close(self, exit_code: int, checkpoint: Path | None) -> None:
-        """End the logs; print the summary of a run that ended well or was interrupted."""
+    def close(self, exit_code: int, checkpoint: Path | None, *, best: Path | None = None) -> None:
+        """End the logs; print the summary of a run that ended well or was interrupted.
+
+        Args:
+            exit_code: the run's status.
+            checkpoint: the last one that was saved.
+            best: that of the best evaluation, where it is kept.
+        """
         failed = exit_code not in (0, 130, 143)
         rest: dict[str, float] = {}
         # After a failure, what the steps before it left is worth having if the device can still tell.
@@ -256,7 +262,7 @@ class Reporter:
         self._log.close(exit_code)
         if failed:
             return
-        notes = []
+        notes = [] if best is None else [("best", str(best))]
         note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
         if note is not None:
             notes.append(note)

@@ -88,6 +88,14 @@ def _problems(state: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {_kind(state.get(name))}, expected a dict"
     if not isinstance(state.get("lr_scheduler", ""), (dict, type(None))):
         yield f"lr_scheduler is {_kind(state.get('lr_scheduler'))}, expected a dict or None"
+    best = state.get("best_evaluation")  # not in checkpoints of earlier versions
+    if best is not None and not (
+        isinstance(best, dict)
+        and isinstance(best.get("loss"), float)
+        and isinstance(best.get("step", ""), (int, type(None)))
+        and isinstance(best.get("num_worse"), int)
+    ):
+        yield f"best_evaluation is {_kind(best)}, expected a dict of loss, step and num_worse"
     if any(not isinstance(key, str) for key in state["config"]):
         yield "config has a key that is no text"
     optimizer = state["optimizer"]

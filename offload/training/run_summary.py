@@ -5,7 +5,7 @@ key                                         meaning
 =========================================== =====================================================================
 ``steps``, ``tokens``                       of the whole run, those before a resume included
 ``loss_first``, ``loss_final``, ``_best``   training loss: first, last and least of the lines (nats per label)
-``evaluation_loss_…``                       the same of the held-out data, where there is any
+``evaluation_loss_…``                       the same of the held-out data, where there is any, and ``_best_step``
 ``tokens_per_second``                       median of the lines, the first one left out: it holds compilation,
                                             growth of the allocator and cold caches
 ``trained_tokens_per_second``, ``mfu``      likewise
@@ -53,6 +53,9 @@ def summarise(rows: Sequence[Mapping[str, Any]], since: Mapping[str, float] | No
     for name, key in _LOSSES.items():
         if losses := column(key):
             values |= {f"{name}_first": losses[0], f"{name}_final": losses[-1], f"{name}_best": min(losses)}
+    judged = [row for row in rows if row.get("evaluation/loss") is not None]
+    if judged:
+        values["evaluation_loss_best_step"] = min(judged, key=lambda row: row["evaluation/loss"])["step"]
     for name in _RATES:
         rates = column(name)
         if rates:

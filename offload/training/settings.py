@@ -42,6 +42,10 @@ class Evaluation:
     """sequences per forward; null: as in training"""
     max_batches: Annotated[int, AtLeast(1)] | None = None
     """batches of each evaluation; null: the whole set"""
+    early_stopping_patience: Annotated[int, AtLeast(1)] | None = None
+    """stop after so many evaluations in a row without a new least loss; null: never"""
+    keep_best: bool = False
+    """save at each new least evaluation loss, and keep that checkpoint whatever keep_last_n says"""
 
 
 @dataclass(kw_only=True)

@@ -135,6 +135,7 @@ def test_the_summary_has_medians_peaks_best_and_last_values_and_times() -> None:
         "evaluation_loss_first": 2.5,
         "evaluation_loss_final": 2.75,
         "evaluation_loss_best": 2.5,
+        "evaluation_loss_best_step": 4,
         "tokens_per_second": 250.0,
         "host_rss_peak_gib": 7.0,
         "seconds_data": 2.25,

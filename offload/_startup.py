@@ -4,7 +4,7 @@
 only puts one finder in front of ``sys.meta_path``. The finder acts on the first import of ``torchtune``:
 
 * Ordinarily it lets the import go on, with torchao's missing names restored just before
-  (``offload/training/torchao_shim.py``), so that torchtune 0.6.1 works with torchao 0.16 to 0.18 whoever
+  (``offload/torchao_shim.py``), so that torchtune 0.6.1 works with torchao 0.16 to 0.18 whoever
   imports it.
 * When the importer is torchtune's own launcher script ``tune`` (it shares its name with ours; pip leaves
   ours, uv may leave theirs), the launcher is given our ``main`` instead, before any of torchtune is loaded.
@@ -105,7 +105,7 @@ def _torchao_shim() -> ModuleType:
     import os
     from importlib.util import module_from_spec, spec_from_file_location
 
-    name = "offload.training.torchao_shim"
+    name = "offload.torchao_shim"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "training", "torchao_shim.py"))

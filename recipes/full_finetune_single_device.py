@@ -30,12 +30,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.checkpoints.manager import Loaded
 from offload.errors import UserError
-from offload.training.checkpoint import Loaded
+from offload.models.torchtune.building import load_weights
 from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
-from offload.training.model import load_weights
 from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler

@@ -30,20 +30,21 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from offload import torchao_shim
+from offload.checkpoints import state as recipe_state
+from offload.checkpoints.manager import STATE_NAME, CheckpointManager, whole_checkpoints
 from offload.component import resolve
+from offload.config.loading import AtLeast, AtMost, Component
+from offload.data.tokenizers import build_tokenizer
+from offload.device import find_device, find_dtype
 from offload.errors import UserError
-from offload.training import recipe_state, torchao_shim
-from offload.training.architecture import cap_logits, check_architecture, check_vocabulary, fill_from_base
-from offload.training.base_checkpoint import BaseCheckpoint
-from offload.training.checkpoint import STATE_NAME, CheckpointManager, whole_checkpoints
-from offload.training.config import AtLeast, AtMost, Component
-from offload.training.device import find_device, find_dtype
+from offload.metrics.progress import say
+from offload.models.torchtune.architecture import cap_logits, check_architecture, check_vocabulary, fill_from_base
+from offload.models.torchtune.base_checkpoint import BaseCheckpoint
+from offload.models.torchtune.building import build_model, load_weights
 from offload.training.launch import run_recipe
-from offload.training.model import build_model, load_weights
 from offload.training.preflight import check_model
-from offload.training.progress import say
 from offload.training.settings import Checkpointer, Model
-from offload.training.tokenizer import build_tokenizer
 
 torchao_shim.install()
 

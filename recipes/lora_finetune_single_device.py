@@ -35,11 +35,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.training.checkpoint import Loaded
-from offload.training.finetune import FinetuneRecipe
-from offload.training.interrupt import Interrupt
-from offload.training.launch import run_recipe
-from offload.training.lora import (
+from offload.checkpoints.manager import Loaded
+from offload.models.torchtune.lora import (
     adapter_config,
     adapter_weights,
     load_adapter,
@@ -47,6 +44,9 @@ from offload.training.lora import (
     merged_weights,
     prepare_adapter,
 )
+from offload.training.finetune import FinetuneRecipe
+from offload.training.interrupt import Interrupt
+from offload.training.launch import run_recipe
 from offload.training.optimizer import evaluation_weights
 from offload.training.settings import TrainSettings
 from offload.training.step import clip_gradients, forward_backward, step_scheduler

@@ -30,12 +30,12 @@ from study import RESULTS, description, rounded
 from torch import Tensor, nn
 
 import offload.optim
+from offload import tiny
+from offload.config.loading import instantiate, load_and_check
+from offload.data.batches import Batch, Batches, build_batches
 from offload.models.torchtune import TorchtuneModel
-from offload.training import tiny
-from offload.training.config import instantiate, load_and_check
-from offload.training.data import Batch, Batches, build_batches
+from offload.models.torchtune.building import build_model
 from offload.training.loss import SummedLoss
-from offload.training.model import build_model
 from offload.training.settings import TrainSettings
 from offload.training.step import evaluate
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from offload.training.metrics import read_metrics
+from offload.metrics.log import read_metrics
 
 ROOT = Path(__file__).parents[1]
 

@@ -33,7 +33,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 
-from offload.training.config import load_and_check
+from offload.config.loading import load_and_check
 
 ROOT = Path(__file__).parents[1]
 WARM_UP_STEPS = 10

@@ -18,9 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.training.metrics import METRICS_FILE, read_metrics
-from offload.training.run_record import read_run
-from offload.training.run_summary import summarise
+from offload.metrics.log import METRICS_FILE, read_metrics
+from offload.metrics.run_record import read_run
+from offload.metrics.run_summary import summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

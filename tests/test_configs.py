@@ -18,10 +18,10 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from offload import tiny, torchao_shim
 from offload.cli import registry
 from offload.component import resolve, signature_of
-from offload.training import tiny, torchao_shim
-from offload.training.config import check_config, instantiate, load_and_check, load_config
+from offload.config.loading import check_config, instantiate, load_and_check, load_config
 
 torchao_shim.install()
 

@@ -13,7 +13,7 @@ def torchtune(arguments: Sequence[str]) -> int:
 
     Imports torch and all of torchtune. Its errors are its own: argparse's, with status 2.
     """
-    from offload.training import torchao_shim
+    from offload import torchao_shim
 
     torchao_shim.install()
     try:

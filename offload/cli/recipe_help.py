@@ -32,7 +32,7 @@ def text(recipe: registry.RecipeRef) -> str:
     schema = getattr(module, "Settings", None)
     if schema is None:
         raise UserError(f"{recipe.name} declares no class Settings, so there are no keys to list")
-    from offload.training.config_help import describe_keys
+    from offload.config.help import describe_keys
 
     summary = next(iter(inspect.cleandoc(module.__doc__ or "").splitlines()), f"Runs {recipe.path}.")
     return _TEXT.format(name=recipe.name, summary=summary, keys=describe_keys(schema)).rstrip()

@@ -72,9 +72,9 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     Raises:
         UserError: the problems, one per line.
     """
-    from offload.training.config import load_and_check
-    from offload.training.device import is_here
-    from offload.training.tiny import register_resolvers
+    from offload.config.loading import load_and_check
+    from offload.device import is_here
+    from offload.tiny import register_resolvers
 
     module = load_recipe(recipe.path)
     schema = getattr(module, "Settings", None)
@@ -93,7 +93,7 @@ def load_recipe(path: Path) -> ModuleType:
     """Loads a recipe's file as a module, without running it."""
     import sys
 
-    from offload.training import torchao_shim
+    from offload import torchao_shim
 
     torchao_shim.install()
 

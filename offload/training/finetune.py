@@ -16,25 +16,27 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from offload import torchao_shim
+from offload.checkpoints import disk_space
+from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder, quiet_torchtune
+from offload.checkpoints.manifest import read as read_manifest
+from offload.checkpoints.manifest import whole_checkpoints
+from offload.checkpoints.output_lock import OutputLock
+from offload.config.loading import instantiate
+from offload.config.secrets import resolved_and_masked
+from offload.data.batches import Batches, build_batches
+from offload.data.tokenizers import build_tokenizer
+from offload.device import find_device, find_dtype, random_state, set_random_state
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
-from offload.models.torchtune import TorchtuneModel
-from offload.training import architecture, disk_space, torchao_shim
+from offload.metrics.progress import say
+from offload.models.torchtune import TorchtuneModel, architecture
+from offload.models.torchtune.building import build_model, compile_layers, num_parameters, prepare_activations
 from offload.training.best_evaluation import BestEvaluation
-from offload.training.checkpoint import CheckpointManager, Loaded, output_folder, quiet_torchtune
-from offload.training.checkpoint_manifest import read as read_manifest
-from offload.training.checkpoint_manifest import whole_checkpoints
-from offload.training.config import instantiate
-from offload.training.config_secrets import resolved_and_masked
-from offload.training.data import Batches, build_batches
-from offload.training.device import find_device, find_dtype, random_state, set_random_state
 from offload.training.launch import NothingToDo
 from offload.training.loss import IGNORE_INDEX, SummedLoss
-from offload.training.model import build_model, compile_layers, num_parameters, prepare_activations
 from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
-from offload.training.output_lock import OutputLock
 from offload.training.preflight import check_run
-from offload.training.progress import say
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
@@ -47,7 +49,6 @@ from offload.training.step import (
     count_steps,
     evaluate,
 )
-from offload.training.tokenizer import build_tokenizer
 
 
 class FinetuneRecipe:

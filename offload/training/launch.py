@@ -55,8 +55,8 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
 def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
     from omegaconf import OmegaConf
 
-    from offload.training.config import load_and_check
-    from offload.training.config_secrets import masked_words
+    from offload.config.loading import load_and_check
+    from offload.config.secrets import masked_words
 
     _quieten()
     # `python -OO` has no docstrings.
@@ -135,7 +135,7 @@ def _mendable(error: BaseException) -> str | None:
     """The line for an error that the user can mend; None for a defect, whose traceback is worth more."""
     import torch
 
-    from offload.training.config_interpolation import user_error_in
+    from offload.config.interpolation import user_error_in
 
     told = user_error_in(error)
     if told is not None:

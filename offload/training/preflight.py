@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from offload import component as components
 from offload.component import LocalModuleError
+from offload.config.interpolation import resolved_tree
+from offload.config.loading import instantiate
+from offload.config.schema import Unknown, arguments_of, resolve
+from offload.config.yaml_files import get_at, walk
+from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.models.torchtune.building import build_model, check_activations
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
-from offload.training.config import instantiate
-from offload.training.config_interpolation import resolved_tree
-from offload.training.config_schema import Unknown, arguments_of, resolve
-from offload.training.config_yaml import get_at, walk
-from offload.training.device import is_here
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
-from offload.training.model import build_model, check_activations
 from offload.training.settings import TrainSettings
 from offload.training.step import build_scheduler, check_training
 

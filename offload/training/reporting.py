@@ -14,21 +14,21 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from offload.training.config import instantiate
-from offload.training.config_secrets import resolved_and_masked
-from offload.training.data import Batch
-from offload.training.environment import environment
-from offload.training.flops import flops_per_token, matmul_parameters, mfu, peak_flops
-from offload.training.late import LateReader, LateValues
-from offload.training.memory import peak_memory, reset_peak
-from offload.training.metrics import MetricLog, read_metrics
-from offload.training.optimizer_label import label_of, optimizer_facts
-from offload.training.progress import Progress, say, summary
-from offload.training.run_record import RunRecord
-from offload.training.run_summary import summarise
+from offload.config.loading import instantiate
+from offload.config.secrets import resolved_and_masked
+from offload.data.batches import Batch
+from offload.metrics.environment import environment
+from offload.metrics.flops import flops_per_token, matmul_parameters, mfu, peak_flops
+from offload.metrics.late import LateReader, LateValues
+from offload.metrics.log import MetricLog, read_metrics
+from offload.metrics.memory import peak_memory, reset_peak
+from offload.metrics.optimizer_label import label_of, optimizer_facts
+from offload.metrics.progress import Progress, say, summary
+from offload.metrics.run_record import RunRecord
+from offload.metrics.run_summary import summarise
+from offload.metrics.timing import Lap, StepTimer, Throughput, TokenCount
+from offload.metrics.wandb_logger import WandBLogger
 from offload.training.step import check_finite
-from offload.training.timing import Lap, StepTimer, Throughput, TokenCount
-from offload.training.wandb_logger import WandBLogger
 
 
 @dataclass

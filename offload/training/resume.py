@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.checkpoints.manager import STATE_NAME
+from offload.checkpoints.manifest import DamagedCheckpoint
+from offload.device import set_random_state
 from offload.errors import UserError
 from offload.optim import unpacked
-from offload.training.checkpoint import STATE_NAME
-from offload.training.checkpoint_manifest import DamagedCheckpoint
-from offload.training.device import set_random_state
 
 _COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
 _LEAVES = (Tensor, bool, int, float, complex, type(None))

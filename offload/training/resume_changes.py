@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from offload import component as components
 from offload.component import resolve
+from offload.config.secrets import masked, resolved_and_masked
 from offload.errors import UserError
-from offload.training.config_secrets import masked, resolved_and_masked
 
 LENGTHS = ("num_training_steps", "total_steps", "T_max")
 """Arguments by which schedulers take the number of optimizer steps of the run."""

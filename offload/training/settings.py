@@ -1,6 +1,6 @@
 """The configuration keys that the fine-tuning recipes share: names, types, defaults, and what each is for.
 
-The text under a key is its meaning in ``tune run RECIPE --help`` (:mod:`offload.training.config_help`).
+The text under a key is its meaning in ``tune run RECIPE --help`` (:mod:`offload.config.help`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from omegaconf import DictConfig
 
-from offload.training.architecture import BUILDER_ARGUMENTS
-from offload.training.config import Above, AtLeast, AtMost, Component, DottedPath, Makes, Passes
-from offload.training.data_source import check_not_streaming
+from offload.config.loading import Above, AtLeast, AtMost, Component, DottedPath, Makes, Passes
+from offload.data.source import check_not_streaming
+from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 

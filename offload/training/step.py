@@ -12,11 +12,11 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from offload.config.loading import instantiate
+from offload.data.batches import Batch
 from offload.engine.norms import tensor_norms, total_norm
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
-from offload.training.config import instantiate
-from offload.training.data import Batch
 from offload.training.loss import SummedLoss
 from offload.training.resume_changes import LENGTHS
 

@@ -39,8 +39,8 @@ def test_files_arrive_with_the_name_of_their_repository(hub, tmp_path, capsys):
 
 
 def test_the_file_with_the_repositorys_name_is_the_one_torchtune_reads():
+    from offload import torchao_shim
     from offload.cli import download
-    from offload.training import torchao_shim
 
     torchao_shim.install()
     from torchtune.training.checkpointing._utils import REPO_ID_FNAME

@@ -165,7 +165,7 @@ def test_finding_torchtune_loads_nothing(environment):
 
 
 def test_torchao_is_mended_before_torchtune_runs(environment):
-    (environment.checkout / "offload/training/torchao_shim.py").write_text("def install(): print('mended')\n")
+    (environment.checkout / "offload/torchao_shim.py").write_text("def install(): print('mended')\n")
     done = environment.run(environment.python, "-c", "import torchtune; print(torchtune.__loader__.name)")
     assert done.stdout == "mended\ntorchtune is loaded\ntorchtune\n"
 
@@ -195,7 +195,7 @@ def test_the_hook_is_the_installed_one_whatever_the_path_holds(environment, tmp_
         (environment.packages / "_tune_offload.pth").unlink()
         shutil.copytree(environment.checkout / "offload", environment.packages / "offload")
         installed = environment.packages
-    (installed / "offload/training/torchao_shim.py").write_text("def install(): print('mended')\n")
+    (installed / "offload/torchao_shim.py").write_text("def install(): print('mended')\n")
     for name in ("__init__", "_startup"):
         (tmp_path / "other/offload").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"other/offload/{name}.py").write_text("print('run'); raise SystemExit(3)\n")

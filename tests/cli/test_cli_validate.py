@@ -84,7 +84,7 @@ def test_the_current_folder_is_not_imported(shipped, tmp_path, capsys, monkeypat
     recipe = tmp_path / "shipped/recipes/full_finetune_single_device.py"
     text = FULL.replace("batch_size: int = 1", "batch_size: int = 1\n    model: Component | None = None")
     recipe.write_text(
-        text.replace("import dataclass\n", "import dataclass\nfrom offload.training.config import Component\n")
+        text.replace("import dataclass\n", "import dataclass\nfrom offload.config.loading import Component\n")
     )
     for name in ("mine", "yaml", "omegaconf"):
         Path(f"{name}.py").write_text("raise SystemExit('imported')\n")

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
+from offload import torchao_shim
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
-from offload.training import torchao_shim
 
 torchao_shim.install()
 

@@ -129,7 +129,7 @@ BATCH, TOKENS, DIM, HEADS, KV_HEADS, HIDDEN = 2, 16, 64, 4, 2, 176
 
 @pytest.fixture(scope="module")
 def layer() -> Any:
-    from offload.training import torchao_shim
+    from offload import torchao_shim
 
     torchao_shim.install()
     from torchtune.models.llama3 import llama3

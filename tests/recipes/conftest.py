@@ -101,7 +101,7 @@ class Workspace:
 
 def write_checkpoint(folder: Path) -> None:
     """A Llama-2-architecture checkpoint in Hugging Face's format."""
-    from offload.training import torchao_shim
+    from offload import torchao_shim
 
     torchao_shim.install()
     from torchtune.models.convert_weights import tune_to_hf

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from offload.data.batches import Batch, Batches
 from offload.engine.runtime import Direction, Event
 from offload.simulation.accelerator import SimulatedAccelerator, _silence
-from offload.training.data import Batch, Batches
 
 
 class PlayedMarks:
@@ -54,8 +54,8 @@ def play_reporting(monkeypatch: pytest.MonkeyPatch, simulator: SimulatedAccelera
     Args:
         runtime: what copies the values; None for the simulator.
     """
-    monkeypatch.setattr("offload.training.late.runtime_for", lambda device: runtime or simulator)
-    monkeypatch.setattr("offload.training.timing.marks_for", lambda device, clock: PlayedMarks(simulator))
+    monkeypatch.setattr("offload.metrics.late.runtime_for", lambda device: runtime or simulator)
+    monkeypatch.setattr("offload.metrics.timing.marks_for", lambda device, clock: PlayedMarks(simulator))
 
 
 def play_batches(

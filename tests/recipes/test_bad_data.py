@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from offload.training import data
+from offload.data import batches as data
 
 NOT_READ_BEFORE = 0.0
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from offload.data.batches import Batch
+from offload.metrics.log import read_metrics
 from offload.plan import replay as replaying
 from offload.plan.replay import replay
 from offload.plan.workload import GB, Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator
-from offload.training.data import Batch
-from offload.training.metrics import read_metrics
 from offload.training.reporting import Reporter
 from tests.recipes.conftest import ROOT, load_module
 from tests.recipes.played import StreamOfItsOwn, play_reporting

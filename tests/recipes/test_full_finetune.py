@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.training.metrics import read_metrics
+from offload.metrics.log import read_metrics
 
 KEYS = {
     "loss", "lr", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "tokens_seen",
@@ -75,7 +75,7 @@ def test_transformers_loads_the_result(workspace: Any, tmp_path: Path) -> None:
     import transformers
     from torchtune.models.llama2 import llama2
 
-    from offload.training.checkpoint import CheckpointManager
+    from offload.checkpoints.manager import CheckpointManager
 
     result = workspace.run(tmp_path / "run")
     assert result.status == 0, result.err
@@ -233,12 +233,12 @@ def test_micro_batches_left_over_stay_out_of_the_next_epoch(workspace: Any, tmp_
 def test_an_offline_wandb_run_holds_the_same_values(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.training.wandb_file import read_run  # type: ignore[import-not-found]
+    from tests.metrics.wandb_file import read_run  # type: ignore[import-not-found]
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     result = workspace.run(
         tmp_path / "run",
-        "+metric_logger={_component_: offload.training.wandb_logger.WandBLogger, project: tests, mode: offline}",
+        "+metric_logger={_component_: offload.metrics.wandb_logger.WandBLogger, project: tests, mode: offline}",
         "+dataset.token=hf_of-the-user",
     )
     assert result.status == 0, result.err
@@ -487,7 +487,7 @@ def test_a_full_disk(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         if not foreseen:  # as if the disk had filled up since
-            monkeypatch.setattr("offload.training.disk_space.free_bytes", lambda folder: None)
+            monkeypatch.setattr("offload.checkpoints.disk_space.free_bytes", lambda folder: None)
         result = workspace.run(small / "run", "max_steps_per_epoch=3")
         assert result.status == 2
         (error,) = result.errors()

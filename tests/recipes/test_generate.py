@@ -15,7 +15,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from offload.training import checkpoint
+from offload.checkpoints import manager as checkpoint
 from offload.training.launch import run_recipe
 
 ROOT = Path(__file__).parents[2]

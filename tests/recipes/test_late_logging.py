@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.metrics.log import read_metrics
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training.loss import SummedLoss
-from offload.training.metrics import read_metrics
 from tests.recipes.conftest import ROOT, load_module
 from tests.recipes.played import play_batches, play_reporting
 

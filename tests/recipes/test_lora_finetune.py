@@ -426,7 +426,7 @@ def test_dora_is_for_layers_without_a_bias() -> None:
     from torchtune.models.qwen2 import lora_qwen2
 
     from offload.errors import UserError
-    from offload.training.lora import prepare_adapter
+    from offload.models.torchtune.lora import prepare_adapter
 
     sizes = {key: value for key, value in MODEL.items() if key != "norm_eps"}
     with pytest.raises(UserError, match=r"model.use_dora: .* bias \(q_proj, v_proj\).*set model.use_dora=False"):

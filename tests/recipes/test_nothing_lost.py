@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.training import checkpoint_manifest
+from offload.checkpoints import manifest as checkpoint_manifest
+from offload.checkpoints.output_lock import OutputLock
 from offload.training.finetune import FinetuneRecipe
-from offload.training.output_lock import OutputLock
 
 SHORT = ("max_steps_per_epoch=6", "save_every_n_steps=2")
 RESUME = "resume_from_checkpoint=True"

@@ -143,7 +143,7 @@ def test_validate_reads_parameter_groups(workspace: Any) -> None:
 
 def test_a_label_names_every_class() -> None:
     from offload import OffloadOptimizer
-    from offload.training.optimizer_label import optimizer_facts
+    from offload.metrics.optimizer_label import optimizer_facts
 
     layer = torch.nn.Linear(2, 2)
     groups = [{"params": "bias", "optimizer_class": "torch.optim.AdamW"}]

@@ -24,7 +24,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
         self.norm = nn.LayerNorm(DIM)
         if tied:
-            from offload.training import torchao_shim
+            from offload import torchao_shim
 
             torchao_shim.install()
             from torchtune.modules import TiedLinear

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from offload import tiny
 from offload.cli import registry
 from offload.cli.main import main
 from offload.cli.validate import load_recipe
-from offload.training import tiny
 from offload.training.launch import run_recipe
 from offload.training.preflight import check_loss
 

@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from offload.data.batches import Batch
+from offload.metrics.log import read_metrics
 from offload.simulation.accelerator import SimulatedAccelerator
-from offload.training.data import Batch
-from offload.training.metrics import read_metrics
 from offload.training.reporting import Reporter
 from tests.recipes.played import play_reporting
 
@@ -122,6 +122,6 @@ def test_after_a_failure_what_cannot_be_read_is_left_out(
     def fail(self: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("offload.training.late.LateValues.read", fail)
+    monkeypatch.setattr("offload.metrics.late.LateValues.read", fail)
     made.close(1, None)
     assert steps(tmp_path) == [1]

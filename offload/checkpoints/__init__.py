@@ -1,0 +1,1 @@
+"""A run's checkpoints: whole or absent, locked, summed, resumed."""

@@ -1,0 +1,1 @@
+"""What a recipe reads: YAML, overrides, interpolation, schema; checked before anything is built."""

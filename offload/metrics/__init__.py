@@ -1,0 +1,1 @@
+"""What a run tells: the log, throughput, memory, flops, progress, wandb."""

@@ -1,0 +1,135 @@
+"""Building the model: precision, weights, activation checkpointing and offloading, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from offload.config.loading import instantiate
+from offload.errors import UserError
+
+# torchao's NF4 has blocks of 64 weights, and blocks of 256 of their scales.
+_NF4_BLOCK = 64 * 256
+
+
+def build_model(section: DictConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The ``model`` component on ``device``, its parameters in ``dtype``, randomly initialised.
+
+    Raises:
+        UserError: for arguments that the component refuses, among them weights that 4 bits cannot hold.
+    """
+    from torchtune.training import set_default_dtype
+
+    try:
+        with set_default_dtype(dtype), device:
+            return instantiate(section)
+    except AssertionError as error:
+        # torchao tells neither which weight it cannot quantise nor what would do.
+        name = _not_quantisable(section) if section.get("quantize_base") else None
+        if name is None:
+            raise
+        raise UserError(
+            f"model.quantize_base: NF4 takes weights whose number of elements is divisible by {_NF4_BLOCK}, and {name} "
+            "is not; set model.quantize_base=False for a model this small"
+        ) from error
+
+
+def _not_quantisable(section: DictConfig) -> str | None:
+    """The first weight of a layer that NF4 cannot hold, as ``name [out, in]``."""
+    plain = OmegaConf.merge(section, {"quantize_base": False})
+    assert isinstance(plain, DictConfig)
+    with torch.device("meta"):
+        model: nn.Module = instantiate(plain)
+    for name, param in model.named_parameters():
+        is_adapter = ".lora_a." in name or ".lora_b." in name
+        if param.dim() == 2 and name.startswith("layers.") and not is_adapter and param.numel() % _NF4_BLOCK:
+            return f"{name} {list(param.shape)}"
+    return None
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy ``weights`` into ``model``, converting to its dtype.
+
+    Args:
+        model: takes the weights.
+        weights: tensors by torchtune's names.
+        source: where they come from, for messages.
+
+    Raises:
+        UserError: where names or shapes of weights and model differ.
+    """
+    # Not state_dict(): it would turn 4-bit weights into 16-bit ones to show their shapes.
+    expected = dict(model.named_parameters())
+    missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
+    shapes = [
+        f"{name} is {list(weights[name].shape)}, the model has {list(expected[name].shape)}"
+        for name in weights
+        if name in expected and weights[name].shape != expected[name].shape
+    ]
+    differences = [*shapes]
+    if missing:
+        differences.append(f"{len(missing)} are missing ({missing[0]}, …)")
+    if unknown:
+        differences.append(f"{len(unknown)} are unknown to the model ({unknown[0]}, …)")
+    if differences:
+        more = f" and {len(differences) - 1} more differences" if len(differences) > 1 else ""
+        raise UserError(
+            f"model: the weights in {source} do not fit it: {differences[0]}{more}; choose the model component and "
+            "checkpointer.model_type that belong to this checkpoint"
+        )
+    model.load_state_dict(dict(weights))
+
+
+def check_activations(*, checkpointing: bool, offloading: bool, device: torch.device) -> None:
+    """Refuse to offload activations on the CPU, or without checkpointing (it would move every activation, far more than
+    the link to the host carries).
+
+    Raises:
+        UserError: names the keys.
+    """
+    if offloading and device.type == "cpu":
+        raise UserError(
+            "enable_activation_offloading: activations are in host memory already on device=cpu; set it to False"
+        )
+    if offloading and not checkpointing:
+        raise UserError(
+            "enable_activation_offloading: needs enable_activation_checkpointing=True, or every activation would "
+            "cross the link; set both or neither"
+        )
+
+
+def prepare_activations(
+    model: nn.Module, *, checkpointing: bool, offloading: bool, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    """Apply activation checkpointing; returns the context in which forward must run for offloading.
+
+    Raises:
+        UserError: for offloading on the CPU, or without checkpointing (it would move every activation, far
+            more than the link to the host carries).
+    """
+    from torchtune.modules import TransformerSelfAttentionLayer
+    from torchtune.training import get_act_offloading_ctx_manager, set_activation_checkpointing
+
+    check_activations(checkpointing=checkpointing, offloading=offloading, device=device)
+    if checkpointing:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    return get_act_offloading_ctx_manager(model, offloading)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each transformer layer in place; the first step pays for it."""
+    from torchtune.training import compile_model
+
+    compile_model(model, verbose=False)
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Numbers of ``(all, trainable)`` parameters, 4-bit ones by their logical shape."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

@@ -1,0 +1,146 @@
+"""What LoRA, DoRA and QLoRA add to a model: which parameters train, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+from offload.errors import UserError
+from offload.models.torchtune.building import load_weights
+
+
+def prepare_adapter(model: nn.Module) -> None:
+    """Leave only the adapter trainable; before any weight is read.
+
+    Args:
+        model: built by one of torchtune's ``lora_*`` builders.
+
+    Raises:
+        UserError: for a model without an adapter, or with one that cannot be used after training.
+    """
+    from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+    adapter = get_adapter_params(model)
+    if not adapter:
+        raise UserError(
+            "model: it has no LoRA layers to train; use a lora_* builder such as "
+            "torchtune.models.llama2.lora_llama2_7b with lora_attn_modules, or the recipe full_finetune_single_device"
+        )
+    biased = [name for name, layer in _lora_layers(model) if hasattr(layer, "magnitude") and layer.bias is not None]
+    if biased:
+        modules = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in biased}))
+        raise UserError(
+            f"model.use_dora: DoRA cannot train layers that have a bias ({modules}): torchtune scales the bias by "
+            "DoRA's magnitudes, peft and merged weights do not, so the result would not be the model that was trained; "
+            "set model.use_dora=False, or leave them out of model.lora_attn_modules"
+        )
+    set_trainable_params(model, adapter)
+
+
+def load_base_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Load the frozen base model; the adapter starts as one that changes nothing.
+
+    Args:
+        model: after :func:`prepare_adapter`.
+        weights: the base model's, by torchtune's names; quantised on the way in where the model is.
+        source: where they come from, for messages.
+
+    Raises:
+        UserError: for weights that do not fit the model.
+    """
+    load_weights(model, {**weights, **adapter_weights(model)}, source=source)
+    for _, layer in _lora_layers(model):
+        if hasattr(layer, "initialize_dora_magnitude"):
+            # The magnitudes start as the norms of the loaded weights' rows.
+            layer.initialize_dora_magnitude()
+
+
+def load_adapter(model: nn.Module, adapter: Mapping[str, Tensor] | None) -> None:
+    """Load a checkpoint's adapter, all of it, into a model that has its base weights.
+
+    Args:
+        model: after :func:`load_base_weights`.
+        adapter: by torchtune's names; None for a checkpoint that has none.
+
+    Raises:
+        UserError: where it is not the adapter of a model like this.
+    """
+    way_out = "set model as it was in that run, or start anew in another output_dir"
+    if adapter is None:
+        raise UserError(
+            "resume_from_checkpoint: the checkpoint holds a full model and no adapter; resume it with "
+            "full_finetune_single_device, or give this run an output_dir of its own"
+        )
+    expected = adapter_weights(model)
+    for name in expected:
+        if name not in adapter:
+            raise UserError(f"model: the checkpoint's adapter has no {name}; {way_out}")
+    for name, tensor in adapter.items():
+        if name not in expected:
+            raise UserError(f"model: the checkpoint's adapter has {name}, the model has not; {way_out}")
+        if tensor.shape != expected[name].shape:
+            raise UserError(
+                f"model: {name} is {list(tensor.shape)} in the checkpoint's adapter, the model has "
+                f"{list(expected[name].shape)}; {way_out}"
+            )
+    model.load_state_dict(dict(adapter), strict=False)
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's tensors by torchtune's names, where they are."""
+    from torchtune.modules.peft import get_adapter_params
+
+    return {_plain(name): param.detach() for name, param in get_adapter_params(model).items()}
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """Rank, alpha, dropout and layers of a model's adapter, for peft."""
+    layers = dict(_lora_layers(model))
+    first = next(iter(layers.values()))
+    rank = first.lora_a.out_features
+    return {
+        "r": rank,
+        "lora_alpha": first.scaling * rank if hasattr(first, "scaling") else first.alpha,
+        "lora_dropout": getattr(first.dropout, "p", 0.0),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
+    }
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from torchtune.modules.peft import DoRALinear, LoRALinear
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear | DoRALinear))
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model with its adapter merged in, by torchtune's names, on the CPU. The live model is not touched.
+
+    4-bit weights come out in the adapter's dtype.
+    """
+    from torchtune.modules.peft import get_merged_lora_ckpt
+
+    dtype = next(iter(adapter_weights(model).values())).dtype
+    # Not state_dict(): torchtune rounds 4-bit weights to bf16 there, whatever the model computes in.
+    weights = {_plain(name): _plain_tensor(param.detach(), dtype).cpu() for name, param in model.named_parameters()}
+    for name in [name for name in weights if name.endswith(".lora_a.weight")]:
+        # torchtune adds in place; on the CPU this tensor is the live weight.
+        base = name.replace(".lora_a.weight", ".weight")
+        weights[base] = weights[base].clone()
+    config = adapter_config(model)
+    with torch.no_grad():
+        return get_merged_lora_ckpt(weights, rank=config["r"], alpha=config["lora_alpha"])
+
+
+def _plain_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    from torchao.dtypes.nf4tensor import NF4Tensor
+
+    return tensor.to(dtype) if isinstance(tensor, NF4Tensor) else tensor
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what the wrapper for activation checkpointing puts into it."""
+    return name.replace(_CHECKPOINT_PREFIX, "")

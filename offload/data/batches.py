@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from offload.component import resolve
+from offload.data.labels import shift_labels
 from offload.data.rows import BadRow, Rows, Samples, Tally
 from offload.data.scan import (
     SCAN_SECONDS,
@@ -33,7 +34,7 @@ from offload.data.scan import (
 )
 from offload.data.source import described, open_dataset
 from offload.errors import UserError
-from offload.training.loss import shift_labels
+from offload.models.torchtune.datasets import block_causal_mask, concatenated, is_packed, supports_flex_attention
 
 _DEATH_SECONDS = 2.0
 
@@ -114,8 +115,6 @@ class PackedCollate:
         self._has_flex_attention = has_flex_attention
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        from torchtune.modules.attention_utils import create_block_causal_mask
-
         inputs: dict[str, Any] = {
             name: torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels", "input_pos")
         }
@@ -123,7 +122,7 @@ class PackedCollate:
         if self._has_flex_attention:
             inputs["documents"] = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
         else:
-            inputs["mask"] = create_block_causal_mask(lengths)
+            inputs["mask"] = block_causal_mask(lengths)
         return inputs
 
 
@@ -368,9 +367,6 @@ def build_batches(
         UserError: for a data set that cannot be read or mixes packed and other samples, for rows that cannot be used,
             and where no label would count.
     """
-    from torchtune.datasets import ConcatDataset, PackedDataset
-    from torchtune.utils._import_guard import _SUPPORTS_FLEX_ATTENTION
-
     kind = "cpu" if device is None else device.type
 
     is_list = isinstance(section, list | ListConfig)
@@ -385,14 +381,14 @@ def build_batches(
             return rows[-1]
 
         opened = open_dataset(one, tokenizer, at, rows_of)
-        datasets.append(opened if isinstance(opened, PackedDataset) else rows_of(opened))
-    packed = [isinstance(dataset, PackedDataset) for dataset in datasets]
+        datasets.append(opened if is_packed(opened) else rows_of(opened))
+    packed = [is_packed(dataset) for dataset in datasets]
     if any(packed) and not all(packed):
         raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
     dataset: Any
     if all(packed):
-        dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
-        has_flex_attention = kind == "cuda" and _SUPPORTS_FLEX_ATTENTION
+        dataset = datasets[0] if len(datasets) == 1 else concatenated(datasets)
+        has_flex_attention = kind == "cuda" and supports_flex_attention()
         collate = Collate(PackedCollate(has_flex_attention), datasets[0].padding_idx, ignore_index)
     else:
         dataset = Samples(rows)

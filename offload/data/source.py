@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from offload.component import nearest
 from offload.config.loading import instantiate
 from offload.errors import UserError
+from offload.models.torchtune.datasets import packing_through
 
 # Readers of `datasets` for files of one's own, and the endings that tell which is meant.
 _FORMATS = {"json": (".json", ".jsonl"), "csv": (".csv", ".tsv"), "parquet": (".parquet",), "text": (".txt",)}
@@ -37,7 +37,7 @@ def open_dataset(section: DictConfig, tokenizer: Any, key: str, rows_of: Callabl
     files = data_files(section)
     _check_section(section, key, files)
     try:
-        with _packing_through(rows_of):
+        with packing_through(rows_of):
             dataset = instantiate(section, tokenizer)
     except UserError:
         raise
@@ -133,26 +133,6 @@ def _is_blank(path: str) -> bool:
         return Path(path).read_bytes().strip() in (b"", b"[]")
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _packing_through(rows_of: Callable[[Any], Any]) -> Iterator[None]:
-    """While a data set is built, torchtune's packing reads its rows through ``rows_of``.
-
-    The builders pack what they have just made, and give no other hold on its rows.
-    """
-    from torchtune.datasets import PackedDataset
-
-    original = PackedDataset.__init__
-
-    def init(self: Any, ds: Any, **arguments: Any) -> None:
-        original(self, rows_of(ds), **arguments)
-
-    PackedDataset.__init__ = init
-    try:
-        yield
-    finally:
-        PackedDataset.__init__ = original
 
 
 def _unreadable(section: DictConfig, key: str, files: list[str], error: BaseException) -> str:

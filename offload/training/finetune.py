@@ -25,6 +25,7 @@ from offload.checkpoints.output_lock import OutputLock
 from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
 from offload.data.batches import Batches, build_batches
+from offload.data.labels import IGNORE_INDEX
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype, random_state, set_random_state
 from offload.engine.units import clean_name
@@ -34,7 +35,7 @@ from offload.models.torchtune import TorchtuneModel, architecture
 from offload.models.torchtune.building import build_model, compile_layers, num_parameters, prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
-from offload.training.loss import IGNORE_INDEX, SummedLoss
+from offload.training.loss import SummedLoss
 from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
 from offload.training.preflight import check_run
 from offload.training.reporting import Reporter

@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.data.labels import IGNORE_INDEX
 from offload.models.protocol import CausalLM
-
-IGNORE_INDEX = -100
-"""The label that does not count, in torch.nn.CrossEntropyLoss and in torchtune's data sets."""
 
 Head = Callable[[Tensor], Tensor]
 
@@ -164,13 +162,3 @@ class SummedLoss:
             return self._loss(list(logits.chunk(self._num_chunks, dim=1)), labels) * num_labels
         value = self._loss(flat, targets)
         return value if getattr(self._loss, "reduction", "mean") == "sum" else value * num_labels
-
-
-def shift_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Labels moved one to the left, so that position t holds what the model predicts there.
-
-    Args:
-        labels: int64, shape [batch, tokens].
-        ignore_index: what the last position gets.
-    """
-    return F.pad(labels[:, 1:], (0, 1), value=ignore_index)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.data.labels import IGNORE_INDEX, shift_labels
 from offload.models.torchtune import TorchtuneModel
-from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss, SummedLoss, shift_labels
+from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 
 VOCABULARY, DIM = 37, 16
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from offload import OffloadOptimizer
 from offload.component import resolve
+from offload.data.labels import shift_labels
 from offload.models.huggingface import HuggingFaceModel, load
-from offload.training.loss import LinearCrossEntropyLoss, SummedLoss, shift_labels
+from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]
 

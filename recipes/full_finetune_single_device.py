@@ -32,7 +32,6 @@ from pathlib import Path
 
 from offload.checkpoints.manager import Loaded
 from offload.errors import UserError
-from offload.models.torchtune.building import load_weights
 from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
@@ -62,17 +61,12 @@ class FullFinetuneRecipeSingleDevice(FinetuneRecipe):
         self.setup_reporting(resumed)
 
     def _setup_model(self, resumed: Loaded | None) -> None:
-        settings = self.settings
-        self.build_model()
-        weights = resumed.model if resumed else self.checkpoints.load_base()
-        if weights is None:
+        if resumed and resumed.adapter is not None:
             raise UserError(
                 "resume_from_checkpoint: the checkpoint holds an adapter to go on with; resume it with "
                 "lora_finetune_single_device, or give this run an output_dir of its own"
             )
-        load_weights(self.model, weights, source=str(settings.checkpointer.checkpoint_dir))
-        del weights
-        self.prepare_model()
+        self.prepare_model(self.source.full(resumed.model if resumed else None, self.resumed_from))
 
     # -------------------------------------------------------------------------------------------- training
 

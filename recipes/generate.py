@@ -39,9 +39,11 @@ from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype
 from offload.errors import UserError
 from offload.metrics.progress import say
-from offload.models.torchtune.architecture import cap_logits, check_architecture, check_vocabulary, fill_from_base
+from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
 from offload.models.torchtune.building import build_model, load_weights
+from offload.models.torchtune.checkpoint import TorchtuneFormat
+from offload.models.vocabulary import check_vocabulary
 from offload.training.launch import run_recipe
 from offload.training.preflight import check_model
 from offload.training.settings import Checkpointer, Model
@@ -123,7 +125,9 @@ class GenerateRecipe:
                 _tell(note)
             self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
             check_architecture(self.model, settings.model, base)
-            check_vocabulary(self.tokenizer, self.model)
+            check_vocabulary(
+                self.tokenizer, self.model.tok_embeddings.num_embeddings, checkpoint="checkpointer.checkpoint_dir"
+            )
             cap_logits(self.model)
             load_weights(self.model, weights, source=str(source))
         self.model.eval()
@@ -216,8 +220,9 @@ def load_checkpoint(
     has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if has_weights or not (folder / STATE_NAME).is_file():
         section = _with_folder(section, folder)
-        manager = CheckpointManager(section, scratch / "run")
-        return manager.load_base(), folder, manager.base
+        format = TorchtuneFormat(section)
+        format.prepare(scratch / "run")
+        return format.load_base(), folder, format.base
 
     content = recipe_state.read(folder / STATE_NAME)
     training = content["recipe_state"]["config"]
@@ -228,10 +233,10 @@ def load_checkpoint(
             f"in {base}: give the folder where it is now"
         )
     _tell(f"{folder.name} is an adapter: merging it into {base}")
-    manager = CheckpointManager(_with_folder(section, base), scratch / "run")
-    adapter = manager.load(folder).adapter
+    format = TorchtuneFormat(_with_folder(section, base))
+    adapter = CheckpointManager(format, scratch / "run").load(folder).adapter
     assert adapter is not None
-    return merge(manager.load_base(), adapter, training["model"]), folder, manager.base
+    return merge(format.load_base(), adapter, training["model"]), folder, format.base
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -2,7 +2,8 @@
 
 The base model is frozen; small low-rank matrices beside its linear layers are trained. Which layers, which rank,
 DoRA's magnitudes (``use_dora``) and 4-bit base weights (``quantize_base``, QLoRA) are arguments of torchtune's
-model builders (``model._component_: torchtune.models.llama2.lora_llama2_7b``).
+model builders (``model._component_: torchtune.models.llama2.lora_llama2_7b``); for a model of transformers, the section
+``adapter`` is one of peft's configurations.
 
 Features, each behind the configuration key of that name:
 
@@ -36,14 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.checkpoints.manager import Loaded
-from offload.models.torchtune.lora import (
-    adapter_config,
-    adapter_weights,
-    load_adapter,
-    load_base_weights,
-    merged_weights,
-    prepare_adapter,
-)
+from offload.config.loading import Component
+from offload.models.protocol import AdaptedLM
+from offload.models.torchtune.lora import prepare_adapter
 from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
@@ -56,6 +52,8 @@ from offload.training.step import clip_gradients, forward_backward, step_schedul
 class Settings(TrainSettings):
     """Everything that this recipe reads from its configuration."""
 
+    adapter: Component | None = None
+    """of a transformers model: one of peft's configurations, such as peft.LoraConfig with r and target_modules"""
     save_adapter_weights_only: bool = False
     """save the adapter without the merged model"""
 
@@ -66,6 +64,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
     Settings = Settings
     settings: Settings
     leave_trainable = staticmethod(prepare_adapter)
+    parts: AdaptedLM
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -78,13 +77,8 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
         self.setup_reporting(resumed)
 
     def _setup_model(self, resumed: Loaded | None) -> None:
-        settings = self.settings
-        self.build_model()
-        self.leave_trainable(self.model)
-        load_base_weights(self.model, self.checkpoints.load_base(), source=str(settings.checkpointer.checkpoint_dir))
-        if resumed:
-            load_adapter(self.model, resumed.adapter)
-        self.prepare_model()
+        adapter = resumed.adapter if resumed else None
+        self.prepare_model(self.source.adapted(adapter, self.resumed_from))
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -164,9 +158,9 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
             self.check_weights()
             return self.checkpoints.save(
                 self.global_step,
-                model=None if only_adapter else merged_weights(self.model),
-                adapter=adapter_weights(self.model),
-                adapter_config=adapter_config(self.model),
+                model=None if only_adapter else self.parts.merged_weights(),
+                adapter=self.parts.adapter_weights(),
+                adapter_config=self.parts.adapter_config(),
                 recipe_state=self.recipe_state(),
             )
 

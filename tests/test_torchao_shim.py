@@ -21,7 +21,7 @@ def installed():
 
 def test_torchtune_imports_and_nothing_is_said_about_unused_kernels():
     program = (
-        "from offload.training import torchao_shim; torchao_shim.install()\n"
+        "from offload import torchao_shim; torchao_shim.install()\n"
         "import torchtune.training, torchtune.models, torchtune.modules.peft, torchtune.rlhf\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

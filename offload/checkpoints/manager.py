@@ -11,42 +11,31 @@ became of it on the disk since, the checksums in its manifest tell.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from offload import torchao_shim
 from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as state_file
 from offload.checkpoints.manifest import FORMAT, DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.sums import checksum
 from offload.errors import UserError
-from offload.models.torchtune import base_checkpoint, peft_adapter
+from offload.models.protocol import ModelFormat
+from offload.models.safetensors_header import read_safetensors_header
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
 STATE_NAME = "recipe_state.pt"
-INDEX_NAME = "model.safetensors.index.json"
-
-# Bytes in one weight file. Only one at a time is held in host memory when the model is on an accelerator.
-SHARD_BYTES = 4 * 2**30
-# The only biases among the models here are those of Qwen2's q, k and v projections.
-_BIASED_MAGNITUDE = re.compile(r"\.[qkv]_proj\.magnitude$")
 # Headers, indexes and the file system's own blocks, on top of the tensors.
 _SPARE_BYTES = 4 * 2**20
 
@@ -56,9 +45,10 @@ class Loaded:
     """What a checkpoint holds.
 
     Attributes:
-        model: torchtune's names, on the CPU; None where the checkpoint has an adapter, since training goes on
-            from the base model and the adapter then, not from merged weights.
-        adapter: torchtune's names, on the CPU; None for full fine-tuning.
+        model: the model's names, on the CPU; None where the checkpoint has an adapter, since training goes on
+            from the base model and the adapter then, not from merged weights; and where the model reads its weights
+            from the folder itself.
+        adapter: the model's names, on the CPU; None for full fine-tuning.
         recipe_state: as it was given to :meth:`CheckpointManager.save`. Its tensors are mapped from the file:
             copy what is kept for long, or a deleted checkpoint goes on occupying the disk.
         step: the step after which it was saved.
@@ -71,47 +61,34 @@ class Loaded:
 
 
 class CheckpointManager:
-    """Reads the base model and keeps the checkpoints of one run.
+    """Keeps the checkpoints of one run.
 
     "Newest" means saved last, not highest step: a run that went back to an earlier checkpoint resumes from
     what it saved since.
 
     Args:
-        checkpointer: the config's section: ``_component_: torchtune.training.FullModelHFCheckpointer``,
-            ``checkpoint_dir``, ``model_type``, optionally ``checkpoint_files``.
+        format: how the model's weights are read and written.
         output_dir: folder of the run; created if need be.
         keep_last_n: how many checkpoints to keep, None for all.
 
     Raises:
-        UserError: if the base checkpoint is incomplete or damaged, or ``output_dir`` cannot be written.
+        UserError: if ``output_dir`` cannot be written, or lies in the base model's folder.
     """
 
-    def __init__(
-        self, checkpointer: Mapping[str, Any], output_dir: str | Path, *, keep_last_n: int | None = None
-    ) -> None:
-        torchao_shim.install()
+    def __init__(self, format: ModelFormat, output_dir: str | Path, *, keep_last_n: int | None = None) -> None:
         if keep_last_n is not None and (isinstance(keep_last_n, bool) or keep_last_n < 1):
             raise UserError(f"keep_last_n: got {keep_last_n}, expected at least 1, or null to keep all checkpoints")
         self.keep_last_n = keep_last_n
         self.best: Path | None = None
         """A checkpoint that is kept besides the last ones."""
         self.output_dir = output_folder(output_dir)
-        self.base = base_checkpoint.read_base(checkpointer)
-        _check_apart(self.base.directory, self.output_dir)
+        self.format = format
+        _check_apart(format, self.output_dir)
         _check_writable(self.output_dir)
         self._damaged: set[Path] = set()
-        # Made once: the base checkpoint's weight files may be gone by the time a checkpoint is saved.
-        self._torchtune = _torchtune_checkpointer(self.base.directory, self.base.files, self.base, self.output_dir)
+        format.prepare(self.output_dir)
 
     # ----------------------------------------------------------------------------------------- loading
-
-    def load_base(self) -> dict[str, Tensor]:
-        """The base model's weights under torchtune's names, on the CPU, in the files' dtypes.
-
-        Raises:
-            UserError: if they cannot be read or do not belong to ``model_type`` and ``config.json``.
-        """
-        return _load_model(self._torchtune, self.base, self.base.directory)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint in ``output_dir``, or None.
@@ -169,18 +146,19 @@ class CheckpointManager:
             names = [name for name in manifest.sizes if "/" not in name and name.endswith(".safetensors")]
             for name in names:
                 try:
-                    base_checkpoint.read_safetensors_header(path / name)
+                    read_safetensors_header(path / name)
                 except (OSError, ValueError) as error:
                     raise DamagedCheckpoint(
                         f"{path / name} is damaged: {error}: resume from another checkpoint"
                     ) from error
             try:
-                reader = _torchtune_checkpointer(path, tuple(names), self.base, self.output_dir)
+                model = self.format.load(path, names)
+            except (UserError, MemoryError):
+                raise
             except Exception as error:  # it reads config.json
                 raise DamagedCheckpoint(
                     f"{path} is damaged ({_one_line(error)}): resume from another checkpoint"
                 ) from error
-            model = _load_model(reader, self.base, path)
         return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest.step)
 
     # ------------------------------------------------------------------------------------------ saving
@@ -197,16 +175,15 @@ class CheckpointManager:
         """Writes ``output_dir/step_<step>``, replacing one of that name, and then deletes what is too old.
 
         Nothing that is given is modified, and nothing of it may change until this returns: tensors of the CPU
-        are written from where they are, those of an accelerator by way of the host, at most
-        :data:`SHARD_BYTES` of the model at once.
+        are written from where they are, those of an accelerator by way of the host, a part
+        of the model at once.
 
         Args:
             step: optimizer steps done.
-            model: the full model (for LoRA the merged one) under torchtune's names, or None.
+            model: the full model (for LoRA the merged one) under the model's names, or None.
             recipe_state: nested dicts, lists and tuples of tensors and Python scalars.
-            adapter: LoRA or DoRA tensors under torchtune's names.
-            adapter_config: with ``adapter``: ``r``, ``lora_alpha``, ``target_modules`` (torchtune's names)
-                and other fields of peft's ``LoraConfig``.
+            adapter: LoRA or DoRA tensors under the model's names.
+            adapter_config: with ``adapter``: fields of peft's ``LoraConfig``, with the model's names.
 
         Returns:
             The checkpoint's folder.
@@ -231,12 +208,15 @@ class CheckpointManager:
         try:
             temporary.mkdir(parents=True)
             sums: dict[str, str] = {}
+
+            def written(file: Path) -> None:
+                sums[file.name] = checksum(file)  # while it is in the page cache
+
             if model is not None:
-                sums |= self._write_model(temporary, model)
-                self._write_companions(temporary, model)
+                self.format.write_model(temporary, model, written)
             if adapter is not None:
                 assert adapter_config is not None
-                self._write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
+                self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
             sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
             _allow_as_usual(temporary)
             self._write_manifest(temporary, step, sums)
@@ -250,73 +230,6 @@ class CheckpointManager:
             raise
         self._delete_old(final)
         return final
-
-    def _write_model(self, folder: Path, model: Mapping[str, Tensor]) -> dict[str, str]:
-        """Writes the weights in Hugging Face's format, a shard at a time, and their index; returns checksums."""
-        shards = _shards(model, SHARD_BYTES)
-        staging = folder / "staging"
-        nothing = folder / "nothing"
-        nothing.mkdir()
-        weight_map = {}
-        sums = {}
-        total = 0
-        for number, names in enumerate(shards, 1):
-            with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), quiet_torchtune():
-                tensors = _host_tensors(model, names)
-                if self.base.model_type == "GEMMA2":
-                    tensors = _with_gemma2_norms_exchanged(tensors)
-                self._torchtune.save_checkpoint({"model": tensors}, epoch=0)
-                del tensors
-            (written,) = staging.glob("epoch_0/*.safetensors")
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            os.rename(written, folder / name)
-            sums[name] = checksum(folder / name)  # while it is in the page cache
-            for key, entry in base_checkpoint.read_safetensors_header(folder / name).items():
-                weight_map[key] = name
-                total += entry["data_offsets"][1] - entry["data_offsets"][0]
-        shutil.rmtree(staging)
-        nothing.rmdir()
-        # torchtune's own index lists the names of the base checkpoint, written or not.
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        return sums
-
-    def _write_companions(self, folder: Path, model: Mapping[str, Tensor]) -> None:
-        config = json.loads(self.base.config_text)
-        # transformers loads in the dtype told here: fp32 weights would be rounded to a base model's bf16.
-        dtype = _main_dtype(model)
-        for key in ("dtype", "torch_dtype"):
-            if key in config:
-                config[key] = dtype
-        _write_json(folder / "config.json", config)
-        try:
-            self.base.copy_companions(folder)
-        except FileNotFoundError as error:
-            # Hours into a run, weights without a tokenizer beat no weights.
-            logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, folder)
-
-    def _write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> None:
-        if self.base.model_type in peft_adapter.UNSUPPORTED_TYPES:
-            logger.warning(
-                "peft has no counterpart for adapters of %s, whose projections Hugging Face's model fuses: "
-                "the adapter is in %s only",
-                self.base.model_type,
-                STATE_NAME,
-            )
-            return
-        if self.base.model_type == "QWEN2" and any(_BIASED_MAGNITUDE.search(name) for name in adapter):
-            logger.warning(
-                "torchtune's DoRA scales the biases of q, k and v too, peft's and merged weights do not: "
-                "used there, %s gives other results than in training",
-                folder,
-            )
-        peft_adapter.write(
-            folder,
-            _host_tensors(adapter, list(adapter)),
-            adapter_config,
-            base_model=self.base.name_or_path,
-            model_type=self.base.model_type,
-            config=self.base.config,
-        )
 
     def _write_manifest(self, folder: Path, step: int, sums: Mapping[str, str]) -> None:
         sequence = checkpoint_manifest.next_sequence(self.output_dir)
@@ -345,146 +258,8 @@ class CheckpointManager:
         others.sort(key=lambda path: path not in self._damaged)
         for path in others[: max(0, len(others) - (self.keep_last_n - 1))]:
             # This run may have started from a checkpoint that an earlier run left in the same folder.
-            if path.resolve() != self.base.directory.resolve():
+            if path.resolve() != self.format.directory.resolve():
                 checkpoint_folders.delete(path)
-
-
-# ------------------------------------------------------------------------------------------- torchtune
-
-
-def _torchtune_checkpointer(
-    directory: Path, files: tuple[str, ...], base: base_checkpoint.BaseCheckpoint, output_dir: Path
-) -> Any:
-    from torchtune.training import FullModelHFCheckpointer
-
-    checkpointer = FullModelHFCheckpointer(
-        checkpoint_dir=str(directory),
-        checkpoint_files=list(files),
-        model_type=base.model_type,
-        output_dir=str(output_dir),
-    )
-    checkpointer._config = base.config
-    return checkpointer
-
-
-def _load_model(checkpointer: Any, base: base_checkpoint.BaseCheckpoint, directory: Path) -> dict[str, Tensor]:
-    try:
-        with quiet_torchtune():
-            model = checkpointer.load_checkpoint()["model"]
-    except MemoryError:
-        raise
-    except Exception as error:  # torchtune raises Exception itself for a key that it does not know
-        # What torchtune says of a file that it cannot read is only that; the cause says more.
-        cause = error.__cause__ if isinstance(error, ValueError) else None
-        reason = _one_line(cause or error)
-        raise UserError(
-            f"cannot read the weights in {directory} as checkpointer.model_type={base.model_type}: {reason} "
-            "(check model_type and config.json, or download the files again)"
-        ) from error
-    if base.model_type == "GEMMA2":
-        model = _with_gemma2_norms_exchanged(model)
-    if base.config["tie_word_embeddings"]:
-        # Some files repeat the embedding as lm_head; torchtune's tied models have no such parameter.
-        model.pop("output.weight", None)
-    return model
-
-
-def _with_gemma2_norms_exchanged(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the norms before and after each MLP into one another.
-
-    torchtune 0.6.1 reads and writes Hugging Face's ``pre_feedforward_layernorm`` as the norm after the MLP
-    and ``post_feedforward_layernorm`` as the one before it
-    (https://github.com/meta-pytorch/torchtune/issues/2850).
-    """
-    other = {"mlp_norm": "mlp_scale", "mlp_scale": "mlp_norm"}
-    return {".".join(other.get(part, part) for part in name.split(".")): model[name] for name in model}
-
-
-class _OneFile(dict[str, str]):
-    """Sends every tensor to the same weight file."""
-
-    def __missing__(self, key: str) -> str:
-        return "0001"
-
-
-@contextlib.contextmanager
-def _pointed_at(checkpointer: Any, *, output_dir: Path, checkpoint_dir: Path) -> Iterator[None]:
-    """Directs one call of ``save_checkpoint``.
-
-    ``checkpoint_dir`` is an empty folder, since torchtune copies all that is in it, subfolders included.
-    """
-    before = checkpointer._output_dir, checkpointer._checkpoint_dir, checkpointer._weight_map
-    checkpointer._output_dir, checkpointer._checkpoint_dir = output_dir, checkpoint_dir
-    checkpointer._weight_map = _OneFile()
-    try:
-        yield
-    finally:
-        checkpointer._output_dir, checkpointer._checkpoint_dir, checkpointer._weight_map = before
-
-
-@contextlib.contextmanager
-def quiet_torchtune() -> Iterator[None]:
-    """Without torchtune's own log lines below a warning."""
-    chatty = logging.getLogger("torchtune.utils._logging")
-    level = chatty.level
-    chatty.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        chatty.setLevel(level)
-
-
-def _shards(model: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Cuts the model's names, in order, into shards of at most ``limit`` bytes where possible.
-
-    A layer stays whole, because conversions fuse tensors of one layer.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in model:
-        parts = name.split(".")
-        # layers.<n>.…: one group; anything else: a group of its own
-        groups.setdefault(".".join(parts[:2]) if parts[0] == "layers" else name, []).append(name)
-    shards: list[list[str]] = []
-    room = 0
-    for names in groups.values():
-        size = sum(model[name].numel() * model[name].element_size() for name in names)
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1] += names
-        room -= size
-    return shards
-
-
-def _host_tensor(tensor: Tensor, name: str) -> Tensor:
-    """``tensor`` on the CPU, contiguous and alone in its storage; not copied where it is so already."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):  # DTensor
-        tensor = tensor.full_tensor()
-    if type(tensor) is not Tensor:
-        raise TypeError(f"{name} is a {type(tensor).__name__}: a model is saved with plain tensors only")
-    return state_file.standalone(tensor.to("cpu").contiguous())
-
-
-def _host_tensors(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name in names:
-        tensor = _host_tensor(tensors[name], name)
-        if tensor.data_ptr() in seen:  # safetensors refuses one memory under two names
-            tensor = tensor.clone()
-        seen.add(tensor.data_ptr())
-        result[name] = tensor
-    return result
-
-
-def _main_dtype(model: Mapping[str, Tensor]) -> str:
-    """The floating dtype of most of the model's elements, as ``config.json`` writes it: ``bfloat16``."""
-    elements: dict[torch.dtype, int] = {}
-    for tensor in model.values():
-        if tensor.is_floating_point():
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
-    return str(max(elements, key=lambda dtype: elements[dtype])).removeprefix("torch.")
 
 
 # ----------------------------------------------------------------------------------------------- files
@@ -512,9 +287,9 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
         if not isinstance(state, dict):
             raise TypeError(f"recipe_state is a {type(state).__name__}")
         if adapter is not None and not (
-            isinstance(adapter, dict) and all(isinstance(value, Tensor) for value in adapter.values())
+            isinstance(adapter, dict) and adapter and all(isinstance(value, Tensor) for value in adapter.values())
         ):
-            raise TypeError("adapter holds what is no tensor")
+            raise TypeError("adapter is empty, or holds what is no tensor")
     except MemoryError:
         raise
     except Exception as error:  # PyTorch's unpickler raises whatever a damaged file leads it into
@@ -529,16 +304,11 @@ def _allow_as_usual(folder: Path) -> None:
         path.chmod(usual)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_apart(checkpoint_dir: Path, output_dir: Path) -> None:
-    base, out = checkpoint_dir.resolve(), output_dir.resolve()
+def _check_apart(format: ModelFormat, output_dir: Path) -> None:
+    base, out = format.directory.resolve(), output_dir.resolve()
     if out == base or base in out.parents:
         raise UserError(
-            f"output_dir: {output_dir} is {'' if out == base else 'inside '}checkpointer.checkpoint_dir: "
-            "choose another output_dir"
+            f"output_dir: {output_dir} is {'' if out == base else 'inside '}{format.key}: choose another output_dir"
         )
 
 
@@ -577,6 +347,9 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _nbytes(tensors: Mapping[str, Tensor] | None) -> int:
+    known: int | None = getattr(tensors, "nbytes", None)  # of weights that are made when they are asked for
+    if known is not None:
+        return known
     return sum(tensor.numel() * tensor.element_size() for tensor in (tensors or {}).values())
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.checkpoints.sums import SummingFile
+from offload.models.tensors import standalone
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.Size)
@@ -102,23 +103,6 @@ class Prepared:
         self._seen[key] = alone_
         self.nbytes += alone_.untyped_storage().nbytes()
         return alone_
-
-
-def standalone(tensor: Tensor) -> Tensor:
-    """``tensor`` with a storage that holds its own elements and nothing else.
-
-    A contiguous tensor keeps its memory, on any device: only the record of the storage is new. A view which
-    is not contiguous is copied.
-    """
-    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
-        return tensor
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
-        return tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-    try:
-        # A DLPack capsule describes the view alone: the tensor made from it has a storage of just that size.
-        return torch.from_dlpack(tensor)
-    except (BufferError, RuntimeError, TypeError):  # a dtype or device which DLPack does not know
-        return tensor.clone()
 
 
 def write(prepared: Any, path: Path) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload import torchao_shim
 from offload.checkpoints import disk_space
-from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder, quiet_torchtune
+from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder
 from offload.checkpoints.manifest import read as read_manifest
 from offload.checkpoints.manifest import whole_checkpoints
 from offload.checkpoints.output_lock import OutputLock
@@ -31,8 +31,9 @@ from offload.device import find_device, find_dtype, random_state, set_random_sta
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.metrics.progress import say
-from offload.models.torchtune import TorchtuneModel, architecture
-from offload.models.torchtune.building import build_model, compile_layers, num_parameters, prepare_activations
+from offload.models.protocol import CausalLM
+from offload.models.torchtune.checkpoint import quiet_torchtune
+from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
@@ -42,6 +43,7 @@ from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
 from offload.training.settings import TrainSettings
+from offload.training.source import find_source
 from offload.training.step import (
     build_profiler,
     build_scheduler,
@@ -67,6 +69,7 @@ class FinetuneRecipe:
         resumed_config: the configuration of the run that saved it.
     """
 
+    parts: CausalLM
     model: nn.Module
     loss: SummedLoss
     activations: contextlib.AbstractContextManager[Any]
@@ -113,13 +116,15 @@ class FinetuneRecipe:
         return device, dtype, reason
 
     def setup_run(self) -> Loaded | None:
-        """Device, precision, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
+        """Device, precision, tokenizer, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
         from torchtune.training import set_seed
 
         settings = self.settings
         self.device, self.dtype, reason = self.check(settings)
         say(reason)
-        self.checkpoints = CheckpointManager(settings.checkpointer, self.output_dir, keep_last_n=settings.keep_last_n)
+        self.tokenizer = build_tokenizer(settings.tokenizer)
+        self.source = find_source(settings, self.tokenizer, self.device, self.dtype)
+        self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
         self.lock = OutputLock(self.output_dir)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
@@ -165,9 +170,8 @@ class FinetuneRecipe:
         return loaded
 
     def setup_data(self) -> None:
-        """Tokenizer, loss, data sets, and how many steps they make."""
+        """Loss, data sets, and how many steps they make."""
         settings = self.settings
-        self.tokenizer = build_tokenizer(settings.tokenizer)
         self.loss_fn = instantiate(settings.loss)
         common = {
             "collate_fn": settings.collate_fn,
@@ -226,13 +230,12 @@ class FinetuneRecipe:
             assert self.resumed_from is not None
             check_changes(self.resumed_config, self.cfg, checkpoint=self.resumed_from, step_in_epoch=self.step_in_epoch)
 
-    def check_length(self, model: nn.Module) -> None:
-        """Whether the model takes the longest sample that was read.
+    def check_length(self, limit: int | None) -> None:
+        """Whether the model, which takes so many tokens, takes the longest sample that was read.
 
         Raises:
             UserError: it does not.
         """
-        limit = getattr(model, "max_seq_len", None)
         for key, batches in (("dataset", self.batches), ("evaluation.dataset", self.held_out)):
             if batches is not None and limit is not None and batches.tally.longest > limit:
                 raise UserError(
@@ -241,33 +244,23 @@ class FinetuneRecipe:
                     "model was trained on longer ones"
                 )
 
-    def build_model(self) -> None:
-        """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
-        settings, base = self.settings, self.checkpoints.base
-        for note in architecture.fill_from_base(settings.model, base):
-            say(note)
-        self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
-        architecture.check_architecture(self.model, settings.model, base)
-        architecture.check_vocabulary(self.tokenizer, self.model)
-        self.check_length(self.model)
-        architecture.cap_logits(self.model)
-        for note in architecture.context_notes(base, getattr(self.tokenizer, "max_seq_len", None)):
-            say(f"note: {note}")
-
-    def prepare_model(self) -> None:
-        """What happens to every model after its weights are loaded: compilation, activations, the loss."""
+    def prepare_model(self, parts: CausalLM) -> None:
+        """What happens to every model that has its weights: compilation, activations, the loss."""
         settings = self.settings
+        self.parts, self.model = parts, parts.module
+        self.check_length(parts.max_seq_len)
         if settings.compile:
-            compile_layers(self.model)
+            parts.compile_layers()
         self.activations = prepare_activations(
-            self.model,
+            parts,
             checkpointing=settings.enable_activation_checkpointing,
             offloading=settings.enable_activation_offloading,
             device=self.device,
         )
-        self.loss = SummedLoss(TorchtuneModel(self.model), self.loss_fn, compile=settings.compile)
+        self.loss = SummedLoss(parts, self.loss_fn, compile=settings.compile)
         self.model.train()
-        numbers = num_parameters(self.model)
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]  # 4-bit ones by their logical shape
+        numbers = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         count, trained = (f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n:,}" for n in numbers)
         share = "all trained" if count == trained else f"{trained} trained"
         say(f"model: {count} parameters in {settings.dtype} on {self.device}, {share}")

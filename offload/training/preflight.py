@@ -30,9 +30,10 @@ from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
-from offload.models.torchtune.building import build_model, check_activations
+from offload.models.torchtune.building import build_model
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
+from offload.training.activations import check_activations
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
 from offload.training.settings import TrainSettings
 from offload.training.step import build_scheduler, check_training

@@ -16,7 +16,11 @@ from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
 
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
-Model = Annotated[Component, Passes(optional_keywords=BUILDER_ARGUMENTS), Makes("a model", "torch.nn.Module")]
+Model = Annotated[
+    Component,
+    Passes(optional_keywords=(*BUILDER_ARGUMENTS, "device", "dtype")),
+    Makes("a model", "torch.nn.Module", or_has="hidden"),
+]
 """A model builder; arguments which it leaves out come from the base checkpoint's config.json."""
 
 Checkpointer = Annotated[
@@ -81,9 +85,10 @@ class TrainSettings:
     """loss on held-out data; null: none"""
 
     model: Model
-    """what is trained; its weights come from checkpointer.checkpoint_dir, and what it leaves out from config.json"""
-    checkpointer: Checkpointer
-    """the base model's folder and kind"""
+    """what is trained: a builder of torchtune, whose weights come from checkpointer.checkpoint_dir, or
+    offload.models.huggingface.from_pretrained with the path of any causal language model"""
+    checkpointer: Checkpointer | None = None
+    """the base model's folder and kind, for torchtune's models"""
     resume_from_checkpoint: bool | str = False
     """go on from the newest checkpoint in output_dir, or from one by name (step_100) or path"""
     save_every_n_steps: Annotated[int, AtLeast(1)] | None = None

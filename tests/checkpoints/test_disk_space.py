@@ -15,6 +15,7 @@ from offload.checkpoints import disk_space
 from offload.checkpoints.disk_space import num_saves, peak_bytes, plan, state_bytes
 from offload.checkpoints.manager import CheckpointManager
 from offload.errors import UserError
+from offload.models.torchtune.checkpoint import TorchtuneFormat
 
 GIB = 2**30
 
@@ -121,8 +122,8 @@ def test_one_checkpoint_takes_about_what_was_foreseen(tmp_path: Path) -> None:
     from tests.checkpoints.test_manager import section, write_base  # type: ignore[import-not-found]
 
     write_base(tmp_path / "base", "LLAMA2")
-    manager = CheckpointManager(section(tmp_path / "base"), tmp_path / "out")
-    weights = manager.load_base()
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base")), tmp_path / "out")
+    weights = manager.format.load_base()
     params = [nn.Parameter(tensor.repeat_interleave(8, 0).repeat_interleave(8, 0)) for tensor in weights.values()]
     optimizer = torch.optim.AdamW(params)
     foreseen = state_bytes(optimizer, lambda named: torch.optim.AdamW(named))

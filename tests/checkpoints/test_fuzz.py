@@ -25,6 +25,7 @@ from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import CheckpointManager, Loaded
 from offload.device import random_state
 from offload.errors import UserError
+from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.training.resume import check_fields, put_back, put_back_random
 from tests.checkpoints.test_manager import section, write_base  # type: ignore[import-not-found]
 
@@ -46,8 +47,8 @@ class World:
         torch.manual_seed(0)
         write_base(folder / "base", "LLAMA2")
         self.canary = folder / "canary"
-        self.manager = CheckpointManager(section(folder / "base"), folder / "out")
-        self.weights = self.manager.load_base()
+        self.manager = CheckpointManager(TorchtuneFormat(section(folder / "base")), folder / "out")
+        self.weights = self.manager.format.load_base()
         self.optimizers: list[Callable[[Any], torch.optim.Optimizer]] = [
             lambda params: torch.optim.AdamW(params, lr=1e-3),
             lambda params: offload.OffloadOptimizer(params, "torch.optim.AdamW", strategy="host", lr=1e-3),

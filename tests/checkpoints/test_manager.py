@@ -25,7 +25,10 @@ from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import CheckpointManager
 from offload.errors import UserError
+from offload.models import tensors
 from offload.models.torchtune import base_checkpoint, peft_adapter
+from offload.models.torchtune import checkpoint as torchtune_checkpoint
+from offload.models.torchtune.checkpoint import TorchtuneFormat
 
 torchao_shim.install()
 
@@ -195,7 +198,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manager(base: Path, tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(section(base), tmp_path / "out")
+    return CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
 
 
 def assert_same(left: Any, right: Any, place: str = "") -> None:
@@ -229,8 +232,8 @@ def names(folder: Path) -> set[str]:
 def test_round_trip_is_bit_exact_and_transformers_agrees(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = write_base(tmp_path / "base", family)
-    manager = CheckpointManager(section(tmp_path / "base", family), tmp_path / "out")
-    assert_same(dict(manager.load_base()), dict(model.state_dict()))
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base", family)), tmp_path / "out")
+    assert_same(dict(manager.format.load_base()), dict(model.state_dict()))
 
     randomise(model, seed=1)  # trained weights, different from the base's
     path = manager.save(7, model=model.state_dict(), recipe_state={})
@@ -250,7 +253,7 @@ def test_round_trip_is_bit_exact_and_transformers_agrees(family: str, tmp_path: 
 
 
 def test_the_files_of_a_full_checkpoint(manager: CheckpointManager) -> None:
-    path = manager.save(20, model=manager.load_base(), recipe_state={"x": 1})
+    path = manager.save(20, model=manager.format.load_base(), recipe_state={"x": 1})
     assert path == manager.output_dir / "step_20"
     assert names(path) == {
         "model-00001-of-00001.safetensors",
@@ -270,9 +273,9 @@ def test_the_files_of_a_full_checkpoint(manager: CheckpointManager) -> None:
 
 def test_shards(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 31_000)
-    manager = CheckpointManager(section(base), tmp_path / "out")
-    model = manager.load_base()
+    monkeypatch.setattr(torchtune_checkpoint, "SHARD_BYTES", 31_000)
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
+    model = manager.format.load_base()
     path = manager.save(1, model=model, recipe_state={})
     shards = sorted(path.glob("*.safetensors"))
     assert [s.name for s in shards] == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
@@ -283,16 +286,16 @@ def test_shards(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     hf = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(hf.model.norm.weight, model["norm.scale"])
     # and such a checkpoint is a base in its turn
-    again = CheckpointManager(section(path), tmp_path / "out2")
-    assert len(again.base.files) == 4
-    assert_same(dict(again.load_base()), dict(model))
+    again = CheckpointManager(TorchtuneFormat(section(path)), tmp_path / "out2")
+    assert len(again.format.base.files) == 4
+    assert_same(dict(again.format.load_base()), dict(model))
 
 
 def test_the_config_tells_the_dtype_of_the_saved_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_base(tmp_path / "base", "LLAMA2", dtype=torch.bfloat16)
-    manager = CheckpointManager(section(tmp_path / "base"), tmp_path / "out")
-    model = {name: tensor.float() + 1e-4 for name, tensor in manager.load_base().items()}
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base")), tmp_path / "out")
+    model = {name: tensor.float() + 1e-4 for name, tensor in manager.format.load_base().items()}
     path = manager.save(1, model=model, recipe_state={})
     hf = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert hf.dtype == torch.float32
@@ -304,22 +307,22 @@ def test_a_repeated_tied_head_is_dropped(tmp_path: Path) -> None:
     file = tmp_path / "base" / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
-    manager = CheckpointManager(section(tmp_path / "base", "LLAMA3_2"), tmp_path / "out")
-    model.load_state_dict(manager.load_base(), strict=True)
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base", "LLAMA3_2")), tmp_path / "out")
+    model.load_state_dict(manager.format.load_base(), strict=True)
 
 
 def test_untied_qwen2_keeps_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "QWEN2", lambda: _qwen2(tied=False))
     model = write_base(tmp_path / "base", "QWEN2")
-    manager = CheckpointManager(section(tmp_path / "base", "QWEN2"), tmp_path / "out")
-    path = manager.save(1, model=manager.load_base(), recipe_state={})
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base", "QWEN2")), tmp_path / "out")
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={})
     loaded = manager.load(path).model
     assert loaded is not None
     assert_same(dict(loaded), dict(model.state_dict()))
 
 
 def test_saving_shared_strided_and_slab_tensors_leaves_the_model_alone(manager: CheckpointManager) -> None:
-    model = manager.load_base()
+    model = manager.format.load_base()
     wanted = {name: tensor.clone() for name, tensor in model.items()}
     shared = model["tok_embeddings.weight"]
     model["output.weight"] = shared  # same memory twice
@@ -348,14 +351,14 @@ def test_an_accelerators_tensors_pass_through_the_host_a_shard_at_a_time(
 ) -> None:
     moved: list[int] = []
     sizes: list[int] = []
-    original = checkpoint._host_tensor
+    original = tensors.host_tensor
 
     def watch(tensor: torch.Tensor, name: str) -> torch.Tensor:
         result = original(tensor, name)
         moved.append(result.numel() * 4)
         return result
 
-    save = manager._torchtune.save_checkpoint
+    save = manager.format._torchtune.save_checkpoint
 
     def save_checkpoint(state: dict, **kwargs: Any) -> None:
         assert all(tensor.device.type == "cpu" for tensor in state["model"].values())
@@ -363,15 +366,15 @@ def test_an_accelerators_tensors_pass_through_the_host_a_shard_at_a_time(
         moved.clear()
         save(state, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 31_000)
-    monkeypatch.setattr(checkpoint, "_host_tensor", watch)
-    monkeypatch.setattr(manager._torchtune, "save_checkpoint", save_checkpoint)
-    manager.save(1, model=manager.load_base(), recipe_state={})
+    monkeypatch.setattr(torchtune_checkpoint, "SHARD_BYTES", 31_000)
+    monkeypatch.setattr(tensors, "host_tensor", watch)
+    monkeypatch.setattr(manager.format._torchtune, "save_checkpoint", save_checkpoint)
+    manager.save(1, model=manager.format.load_base(), recipe_state={})
     assert len(sizes) == 4 and max(sizes) <= 31_000
 
 
 def test_nothing_is_printed(manager: CheckpointManager, capfd: pytest.CaptureFixture[str]) -> None:
-    manager.save(1, model=manager.load_base(), recipe_state={})
+    manager.save(1, model=manager.format.load_base(), recipe_state={})
     assert capfd.readouterr() == ("", "")
 
 
@@ -407,10 +410,10 @@ def test_what_belongs_to_the_model_is_copied_and_nothing_else(
         (base / name).write_text("{}")
     with open(base / "dump.json", "wb") as file:
         file.truncate(101 * 2**20)  # sparse
-    manager = CheckpointManager(section(base), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
     copied_by_torchtune: list[Any] = []
     monkeypatch.setattr(shutil, "copy2", lambda *args: copied_by_torchtune.append(args))
-    path = manager.save(1, model=manager.load_base(), recipe_state={})
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={})
     assert copied_by_torchtune == []
     written = {
         "model-00001-of-00001.safetensors",
@@ -425,7 +428,7 @@ def test_what_belongs_to_the_model_is_copied_and_nothing_else(
 
 
 def test_saving_outlives_the_base_checkpoint(manager: CheckpointManager, base: Path) -> None:
-    model = {name: tensor.clone() for name, tensor in manager.load_base().items()}
+    model = {name: tensor.clone() for name, tensor in manager.format.load_base().items()}
     shutil.rmtree(base)
     path = manager.save(1, model=model, recipe_state={})
     loaded = manager.load(path).model
@@ -457,7 +460,7 @@ def test_recipe_state_round_trip(manager: CheckpointManager) -> None:
         "scalar": torch.tensor(3),
         "strided": torch.arange(12.0).view(3, 4).t(),
     }
-    path = manager.save(1, model=manager.load_base(), recipe_state=state)
+    path = manager.save(1, model=manager.format.load_base(), recipe_state=state)
     assert_same(manager.load(path).recipe_state, state)
 
 
@@ -466,12 +469,12 @@ def test_numpy_scalars_and_configs_become_python(manager: CheckpointManager) -> 
 
     state = {"a": np.float64(0.1), "b": np.int32(3), "c": OmegaConf.create({"x": [1, "${.y}"]})}
     state["c"]["x"] = [1, 2]
-    path = manager.save(1, model=manager.load_base(), recipe_state=state)
+    path = manager.save(1, model=manager.format.load_base(), recipe_state=state)
     assert_same(manager.load(path).recipe_state, {"a": 0.1, "b": 3, "c": {"x": [1, 2]}})
 
 
 def test_a_value_that_could_not_be_read_back_is_named(manager: CheckpointManager) -> None:
-    model = manager.load_base()
+    model = manager.format.load_base()
     with pytest.raises(TypeError, match=r"recipe_state\['a'\]\[1\] is a .*Path"):
         manager.save(1, model=model, recipe_state={"a": [0, Path("x")]})
     with pytest.raises(TypeError, match=r"recipe_state\['signal'\] is .*SIGINT"):
@@ -514,7 +517,7 @@ def test_states_of_torchao_optimizers(optimizer_class: str, manager: CheckpointM
     with torch.compiler.set_stance("force_eager"):  # compiling takes half a minute
         optimizer.step()
     saved = optimizer.state_dict()
-    path = manager.save(1, model=manager.load_base(), recipe_state={"optimizer": saved})
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={"optimizer": saved})
     other = getattr(optim, optimizer_class)([torch.nn.Parameter(parameter.detach().clone())], lr=1e-3)
     other.load_state_dict(manager.load(path).recipe_state["optimizer"])
     loaded = other.state_dict()["state"][0]
@@ -525,7 +528,7 @@ def test_states_of_torchao_optimizers(optimizer_class: str, manager: CheckpointM
         return
     # In a process which has not imported torchao.optim, as a resumed run at that point.
     code = (
-        "import sys; from pathlib import Path; from offload.training import recipe_state;"
+        "import sys; from pathlib import Path; from offload.checkpoints import state as recipe_state;"
         f"s = recipe_state.read(Path({str(path / 'recipe_state.pt')!r}));"
         "s = s['recipe_state']['optimizer']['state'][0];"
         "print(type(s['exp_avg']).__name__, s['exp_avg'].dequantize().double().sum().item())"
@@ -562,12 +565,12 @@ def test_states_of_bitsandbytes_optimizers(manager: CheckpointManager) -> None:
     except Exception as error:  # depends on the build: some have no CPU kernels
         pytest.skip(f"this bitsandbytes does not update on the CPU: {error}")
     saved = optimizer.state_dict()
-    path = manager.save(1, model=manager.load_base(), recipe_state={"optimizer": saved})
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={"optimizer": saved})
     assert_same(manager.load(path).recipe_state["optimizer"]["state"], saved["state"])
 
 
 def test_reading_runs_no_code(manager: CheckpointManager) -> None:
-    path = manager.save(1, model=manager.load_base(), recipe_state={})
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={})
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -592,7 +595,7 @@ def _repair_manifest(path: Path) -> None:
 
 def test_latest_is_the_last_saved_even_after_going_back(manager: CheckpointManager) -> None:
     assert manager.latest() is None
-    model = manager.load_base()
+    model = manager.format.load_base()
     for step in (9, 10, 100):
         path = manager.save(step, model=model, recipe_state={})
         assert manager.latest() == path
@@ -601,7 +604,7 @@ def test_latest_is_the_last_saved_even_after_going_back(manager: CheckpointManag
 
 
 def test_saving_a_step_again_replaces_it(manager: CheckpointManager) -> None:
-    model = manager.load_base()
+    model = manager.format.load_base()
     manager.save(5, model=model, recipe_state={"x": 1})
     path = manager.save(5, model=model, recipe_state={"x": 2})
     assert manager.load(path).recipe_state == {"x": 2}
@@ -609,8 +612,8 @@ def test_saving_a_step_again_replaces_it(manager: CheckpointManager) -> None:
 
 
 def test_keep_last_n(base: Path, tmp_path: Path) -> None:
-    manager = CheckpointManager(section(base), tmp_path / "out", keep_last_n=2)
-    model = manager.load_base()
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out", keep_last_n=2)
+    model = manager.format.load_base()
     (tmp_path / "out" / "step_notes").mkdir()
     (tmp_path / "out" / "step_1").mkdir()  # not a checkpoint of ours
     for step in (2, 30, 4, 5):
@@ -625,17 +628,17 @@ def test_keep_last_n(base: Path, tmp_path: Path) -> None:
 
 
 def test_keep_last_n_1_never_deletes_what_it_just_wrote(base: Path, tmp_path: Path) -> None:
-    manager = CheckpointManager(section(base), tmp_path / "out", keep_last_n=1)
-    model = manager.load_base()
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out", keep_last_n=1)
+    model = manager.format.load_base()
     for step in (100, 5):
         path = manager.save(step, model=model, recipe_state={})
         assert [p.name for p in (tmp_path / "out").iterdir()] == [path.name]
 
 
 def test_the_checkpoint_that_a_run_started_from_is_kept(manager: CheckpointManager, tmp_path: Path) -> None:
-    start = manager.save(5, model=manager.load_base(), recipe_state={})
-    again = CheckpointManager(section(start), manager.output_dir, keep_last_n=1)
-    model = {name: tensor.clone() for name, tensor in again.load_base().items()}
+    start = manager.save(5, model=manager.format.load_base(), recipe_state={})
+    again = CheckpointManager(TorchtuneFormat(section(start)), manager.output_dir, keep_last_n=1)
+    model = {name: tensor.clone() for name, tensor in again.format.load_base().items()}
     for step in (6, 7):
         again.save(step, model=model, recipe_state={})
     assert sorted(p.name for p in manager.output_dir.iterdir()) == ["step_5", "step_7"]
@@ -644,13 +647,13 @@ def test_the_checkpoint_that_a_run_started_from_is_kept(manager: CheckpointManag
 @pytest.mark.parametrize("value", [0, -1, True])
 def test_keep_last_n_is_checked(value: Any, base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keep_last_n: got .* at least 1"):
-        CheckpointManager(section(base), tmp_path / "out", keep_last_n=value)
+        CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out", keep_last_n=value)
 
 
 def test_latest_skips_incomplete_and_removes_leftovers(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = manager.load_base()
+    model = manager.format.load_base()
     good = manager.save(1, model=model, recipe_state={})
     bad = manager.save(2, model=model, recipe_state={})
     with open(bad / "recipe_state.pt", "ab") as file:
@@ -689,6 +692,7 @@ KILL_SCRIPT = textwrap.dedent(
     import torch
     torch.set_num_threads(1)
     from offload.checkpoints.manager import CheckpointManager
+    from offload.models.torchtune.checkpoint import TorchtuneFormat
     from offload import torchao_shim
     torchao_shim.install()
     import torchtune.training  # now, or each child would spend seconds on it
@@ -703,8 +707,8 @@ KILL_SCRIPT = textwrap.dedent(
     CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
 
     def save_some(out, kill_at):
-        manager = CheckpointManager(section, out, keep_last_n=2)
-        shapes = {name: tensor.shape for name, tensor in manager.load_base().items()}
+        manager = CheckpointManager(TorchtuneFormat(section), out, keep_last_n=2)
+        shapes = {name: tensor.shape for name, tensor in manager.format.load_base().items()}
         manager.latest()
         if kill_at is not None:
             count = 0
@@ -721,7 +725,7 @@ KILL_SCRIPT = textwrap.dedent(
             manager.save(step, model=model, recipe_state={"value": value, "big": torch.full((20000,), value)})
 
     def check(out):
-        manager = CheckpointManager(section, out)
+        manager = CheckpointManager(TorchtuneFormat(section), out)
         latest = manager.latest()
         hidden = [p.name for p in out.iterdir() if p.name.startswith(".")]
         assert not hidden, hidden
@@ -789,7 +793,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(mode: str, base: Path, tm
 
 @pytest.mark.parametrize("limit", [20_000, 100_000])  # in the weights; in recipe_state.pt
 def test_a_failed_write_leaves_nothing_behind(limit: int, manager: CheckpointManager) -> None:
-    model = manager.load_base()
+    model = manager.format.load_base()
     before = manager.save(1, model=model, recipe_state={"x": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -822,20 +826,20 @@ def test_a_full_disk(
     checked_up_front: bool, which: str, base: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_SPARE_BYTES", 10_000)
-    manager = CheckpointManager(section(base), small_disk / "out")
-    model = manager.load_base()
+    manager = CheckpointManager(TorchtuneFormat(section(base)), small_disk / "out")
+    model = manager.format.load_base()
     before = manager.save(1, model=model, recipe_state={"x": 1})
     if not checked_up_front:
         monkeypatch.setattr(CheckpointManager, "_check_space", lambda *_: None)
     if which == "weights":
         model = {name: tensor.repeat(16, *[1] * (tensor.dim() - 1)) for name, tensor in model.items()}
         # sixteen times the rows is sixteen times the heads
-        manager._torchtune._config = {
-            **manager.base.config,
+        manager.format._torchtune._config = {
+            **manager.format.base.config,
             "num_attention_heads": 64,
             "num_key_value_heads": 32,
         }
-        manager._torchtune._config["head_dim"] = DIM // HEADS
+        manager.format._torchtune._config["head_dim"] = DIM // HEADS
     state = {"big": torch.zeros(500_000 if which == "state" else 1)}
     with pytest.raises(UserError) as caught:
         manager.save(2, model=model, recipe_state=state)
@@ -851,7 +855,7 @@ def test_a_bug_while_saving_is_not_dressed_up(manager: CheckpointManager, monkey
 
     monkeypatch.setattr(manager, "_write_manifest", broken)
     with pytest.raises(ZeroDivisionError):
-        manager.save(1, model=manager.load_base(), recipe_state={})
+        manager.save(1, model=manager.format.load_base(), recipe_state={})
     assert list(manager.output_dir.iterdir()) == []
 
 
@@ -860,7 +864,7 @@ def test_a_bug_while_saving_is_not_dressed_up(manager: CheckpointManager, monkey
 
 def error_of(base: Path, out: Path, **more: Any) -> str:
     with pytest.raises(UserError) as caught:
-        CheckpointManager(section(base, **more), out)
+        CheckpointManager(TorchtuneFormat(section(base, **more)), out)
     assert not out.exists()
     return str(caught.value)
 
@@ -930,11 +934,11 @@ def test_ways_to_name_the_files(base: Path, tmp_path: Path) -> None:
         list(reversed(files)),
         {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"},
     ):
-        manager = CheckpointManager(section(base, checkpoint_files=given), tmp_path / "out")
-        assert list(manager.base.files) == files
-        assert torch.equal(manager.load_base()["norm.scale"], whole["model.norm.weight"])
+        manager = CheckpointManager(TorchtuneFormat(section(base, checkpoint_files=given)), tmp_path / "out")
+        assert list(manager.format.base.files) == files
+        assert torch.equal(manager.format.load_base()["norm.scale"], whole["model.norm.weight"])
     (base / "model.safetensors.index.json").unlink()
-    assert list(CheckpointManager(section(base), tmp_path / "out").base.files) == files
+    assert list(CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out").format.base.files) == files
 
 
 def test_bin_files_are_used_where_the_safetensors_were_not_downloaded(base: Path, tmp_path: Path) -> None:
@@ -942,10 +946,10 @@ def test_bin_files_are_used_where_the_safetensors_were_not_downloaded(base: Path
     for file in _split(base):
         (base / file).unlink()  # its index remains
     torch.save(whole, base / "pytorch_model.bin")
-    manager = CheckpointManager(section(base), tmp_path / "out")
-    assert manager.base.files == ("pytorch_model.bin",)
-    assert torch.equal(manager.load_base()["norm.scale"], whole["model.norm.weight"])
-    path = manager.save(1, model=manager.load_base(), recipe_state={})
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
+    assert manager.format.base.files == ("pytorch_model.bin",)
+    assert torch.equal(manager.format.load_base()["norm.scale"], whole["model.norm.weight"])
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={})
     assert "model-00001-of-00001.safetensors" in names(path) and "pytorch_model.bin" not in names(path)
 
 
@@ -954,9 +958,9 @@ def test_a_damaged_bin_file(base: Path, tmp_path: Path) -> None:
     (base / "model.safetensors").unlink()
     with open(base / "pytorch_model.bin", "r+b") as file:
         file.truncate(5000)
-    manager = CheckpointManager(section(base), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
     with pytest.raises(UserError, match="cannot read the weights in .*download the files again"):
-        manager.load_base()
+        manager.format.load_base()
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, 20_000, -1])
@@ -986,9 +990,9 @@ def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     del config["model_type"]
     (base / "config.json").write_text(json.dumps(config))
-    manager = CheckpointManager(section(base, "PHI3_MINI"), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(base, "PHI3_MINI")), tmp_path / "out")
     with pytest.raises(UserError, match=r"as checkpointer.model_type=PHI3_MINI: .*unexpected key.*_proj.weight"):
-        manager.load_base()
+        manager.format.load_base()
 
 
 def test_dimensions_that_do_not_fit(base: Path, tmp_path: Path) -> None:
@@ -1028,7 +1032,10 @@ def test_weights_that_conversion_would_take_for_others(file: str, base: Path, tm
         assert f"{query} is {shape}, config.json makes it [32, 32]" in message
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         write({name: tensor.to(dtype) for name, tensor in whole.items()})
-        assert CheckpointManager(section(base), tmp_path / "out").load_base()["norm.scale"].dtype == dtype
+        assert (
+            CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out").format.load_base()["norm.scale"].dtype
+            == dtype
+        )
 
 
 def test_other_components_and_unknown_keys(base: Path, tmp_path: Path) -> None:
@@ -1057,16 +1064,16 @@ def test_checkpoint_files_are_checked(base: Path, tmp_path: Path) -> None:
 def test_output_dir_apart_from_the_base(base: Path) -> None:
     for out in (base, base / "runs"):
         with pytest.raises(UserError, match="output_dir: .* is (inside )?checkpointer.checkpoint_dir"):
-            CheckpointManager(section(base), out)
+            CheckpointManager(TorchtuneFormat(section(base)), out)
     assert not (base / "runs").exists()
 
 
 def test_unwritable_output_dir(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output_dir: cannot write to .*file/out: Not a directory: choose another"):
-        CheckpointManager(section(base), tmp_path / "file" / "out")
+        CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "file" / "out")
     with pytest.raises(UserError, match="output_dir: cannot write to /proc/nothing"):
-        CheckpointManager(section(base), "/proc/nothing")
+        CheckpointManager(TorchtuneFormat(section(base)), "/proc/nothing")
 
 
 def test_loading_what_is_not_a_whole_checkpoint(manager: CheckpointManager, base: Path) -> None:
@@ -1074,7 +1081,7 @@ def test_loading_what_is_not_a_whole_checkpoint(manager: CheckpointManager, base
         manager.load(manager.output_dir / "step_1")
     with pytest.raises(UserError, match="is not a checkpoint of a run"):
         manager.load(base)
-    path = manager.save(1, model=manager.load_base(), recipe_state={"x": torch.ones(1000)})
+    path = manager.save(1, model=manager.format.load_base(), recipe_state={"x": torch.ones(1000)})
     weights = path / "model-00001-of-00001.safetensors"
     data = weights.read_bytes()
     weights.unlink()
@@ -1126,8 +1133,8 @@ def lora_model(folder: Path, family: str, dora: bool) -> torch.nn.Module:
         **more,
     )
     randomise(model, seed=4)
-    manager = CheckpointManager(section(folder, family), folder.parent / "scratch")
-    model.load_state_dict(manager.load_base(), strict=False)
+    manager = CheckpointManager(TorchtuneFormat(section(folder, family)), folder.parent / "scratch")
+    model.load_state_dict(manager.format.load_base(), strict=False)
     return model.eval()
 
 
@@ -1157,7 +1164,7 @@ def test_adapters_in_peft_transformers_and_a_resumed_run(
     if merged_too:
         copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         merged = get_merged_lora_ckpt(copies, rank=RANK, alpha=ALPHA)
-    manager = CheckpointManager(section(folder, family), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(folder, family)), tmp_path / "out")
     config = json.loads(json.dumps(ADAPTER_CONFIG))
     path = manager.save(3, model=merged, adapter=adapter, adapter_config=config, recipe_state={"x": 1})
     assert config == ADAPTER_CONFIG
@@ -1192,7 +1199,7 @@ def test_adapters_in_peft_transformers_and_a_resumed_run(
 def test_the_adapters_configuration(base: Path, tmp_path: Path) -> None:
     adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, DIM)}
     given = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "output_proj", "w2"], "lora_dropout": 0.1}
-    manager = CheckpointManager(section(base), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
     path = manager.save(1, model=None, adapter=adapter, adapter_config=given, recipe_state={})
     config = json.loads((path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
@@ -1200,7 +1207,7 @@ def test_the_adapters_configuration(base: Path, tmp_path: Path) -> None:
     assert (config["task_type"], config["peft_type"], config["use_dora"]) == ("CAUSAL_LM", "LORA", False)
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4, 0.1)
     (base / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Llama-2-7b-hf"}')
-    manager = CheckpointManager(section(base), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
     path = manager.save(2, model=None, adapter=adapter, adapter_config=given, recipe_state={})
     config = json.loads((path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "meta-llama/Llama-2-7b-hf"
@@ -1233,7 +1240,7 @@ def test_row_order_of_a_permuted_projection() -> None:
 
 def test_a_phi3_adapter_is_kept_for_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_base(tmp_path / "base", "PHI3_MINI")
-    manager = CheckpointManager(section(tmp_path / "base", "PHI3_MINI"), tmp_path / "out")
+    manager = CheckpointManager(TorchtuneFormat(section(tmp_path / "base", "PHI3_MINI")), tmp_path / "out")
     adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, DIM)}
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     path = manager.save(1, model=None, adapter=adapter, adapter_config=config, recipe_state={})

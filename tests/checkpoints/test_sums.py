@@ -20,6 +20,7 @@ from offload.checkpoints.manager import CheckpointManager
 from offload.checkpoints.manifest import DamagedCheckpoint
 from offload.checkpoints.sums import checksum, checksum_of
 from offload.errors import UserError
+from offload.models.torchtune.checkpoint import TorchtuneFormat
 from tests.checkpoints.test_manager import section, write_base  # type: ignore[import-not-found]
 
 
@@ -32,11 +33,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def manager(base: Path, tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(section(base), tmp_path / "out")
+    return CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
 
 
 def save(manager: CheckpointManager, *steps: int) -> list[Path]:
-    model = manager.load_base()
+    model = manager.format.load_base()
     return [manager.save(s, model=model, recipe_state={"step": s, "t": torch.full((3000,), float(s))}) for s in steps]
 
 
@@ -97,7 +98,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(manager: CheckpointManager) ->
 def test_a_damaged_newest_checkpoint_is_passed_over_and_deleted_first(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = CheckpointManager(section(base), tmp_path / "out", keep_last_n=2)
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out", keep_last_n=2)
     first, second = save(manager, 1, 2)
     flip(second / "model-00001-of-00001.safetensors", 20)  # the header, in its right size
     with caplog.at_level(logging.WARNING):
@@ -179,7 +180,7 @@ def test_another_failure_of_fsync_is_told(manager: CheckpointManager, monkeypatc
 )
 def test_an_output_dir_that_is_no_path(base: Path, given: Any, expected: str) -> None:
     with pytest.raises(UserError, match=f"^output_dir: .*{expected}"):
-        CheckpointManager(section(base), given)
+        CheckpointManager(TorchtuneFormat(section(base)), given)
 
 
 def test_no_probe_is_left_by_a_kill(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,5 +200,5 @@ def test_no_probe_is_left_by_a_kill(base: Path, tmp_path: Path, monkeypatch: pyt
         return file
 
     monkeypatch.setattr(tempfile, "TemporaryFile", listed)
-    CheckpointManager(section(base), tmp_path / "out")
+    CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out")
     assert seen == []

@@ -76,6 +76,7 @@ def test_transformers_loads_the_result(workspace: Any, tmp_path: Path) -> None:
     from torchtune.models.llama2 import llama2
 
     from offload.checkpoints.manager import CheckpointManager
+    from offload.models.torchtune.checkpoint import TorchtuneFormat
 
     result = workspace.run(tmp_path / "run")
     assert result.status == 0, result.err
@@ -86,7 +87,7 @@ def test_transformers_loads_the_result(workspace: Any, tmp_path: Path) -> None:
         "checkpoint_dir": str(workspace.path / "base"),
         "model_type": "LLAMA2",
     }
-    loaded = CheckpointManager(section, tmp_path / "run").load(tmp_path / "run" / "step_20")
+    loaded = CheckpointManager(TorchtuneFormat(section), tmp_path / "run").load(tmp_path / "run" / "step_20")
     from tests.recipes.conftest import MODEL  # type: ignore[import-not-found]
 
     ours = llama2(**MODEL).eval()

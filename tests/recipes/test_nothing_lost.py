@@ -26,8 +26,8 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, at_step: int, value: float)
     """From step ``at_step`` on one gradient holds ``value``; the loss of that step is as it would be."""
     prepare = FinetuneRecipe.prepare_model
 
-    def prepared(recipe: Any) -> None:
-        prepare(recipe)
+    def prepared(recipe: Any, parts: Any) -> None:
+        prepare(recipe, parts)
         param = [p for p in recipe.model.parameters() if p.requires_grad][-1]
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.engine.units import clean_name
 from offload.errors import UserError
-from offload.models.huggingface.model import HuggingFaceModel
+from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -78,6 +78,11 @@ class AdaptedModel(HuggingFaceModel):
                 )
         set_peft_model_state_dict(self._model, dict(weights), adapter_name=ADAPTER)
 
+    def adapter_config(self) -> dict[str, Any]:
+        """Fields of peft's configuration."""
+        config: dict[str, Any] = self._model.peft_config[ADAPTER].to_dict()
+        return config
+
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter into ``folder`` in peft's own format."""
         # Without asking whether the base's vocabulary was resized, which looks at the hub.
@@ -90,7 +95,9 @@ class AdaptedModel(HuggingFaceModel):
 
     def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
         """Write the base model with ``weights``, of :meth:`merged_weights`."""
-        self._model.get_base_model().save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_bytes)
+        # Merged weights are new ones: the host has room for a whole model of them.
+        on_host = {name: weights[name].cpu() for name in weights}
+        save_pretrained(self._model.get_base_model(), folder, on_host, max_shard_bytes)
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -124,6 +131,15 @@ class _Merged(Mapping[str, Tensor]):
             for attribute, _ in [*owned.named_parameters(recurse=recurse), *_persistent(owned, recurse)]:
                 source = module if id(module) in self._adapted else owned
                 self._of[f"{plain}.{attribute}" if plain else attribute] = (source, attribute)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, without making one."""
+        total = 0
+        for module, attribute in self._of.values():
+            owner: Any = module.get_base_layer() if id(module) in self._adapted else module  # type: ignore[operator]
+            total += _get(owner, attribute).nbytes
+        return total
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self._of[name]

@@ -17,7 +17,7 @@ LEAST_VERSION = (5, 0)
 """Weight conversions that are undone by ``save_pretrained`` begin there."""
 
 
-def load(
+def from_pretrained(
     path: str | Path,
     *,
     device: torch.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ class HuggingFaceModel:
     def _device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    @property
+    def max_seq_len(self) -> int | None:
+        limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return limit
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
     def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
         return self._head.input_of(_arguments(inputs))
 
@@ -63,6 +74,12 @@ class HuggingFaceModel:
             enable = self._model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
 
+    def offload_activations(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(
+            pin_memory=self._device.type != "cpu", device_type=self._device.type
+        )
+        return context
+
     def compile_layers(self) -> None:
         for name, module in self.module.named_modules():
             parent, _, last = name.rpartition(".")
@@ -70,11 +87,18 @@ class HuggingFaceModel:
                 module.compile()
 
     def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
-        self._model.save_pretrained(
-            folder,
-            state_dict={clean_name(name): tensor for name, tensor in weights.items()},
-            max_shard_size=max_shard_bytes,
-        )
+        """Write weights, under the names of :attr:`module`, in the format that the model came in."""
+        save_pretrained(self._model, folder, weights, max_shard_bytes)
+
+
+def save_pretrained(model: Any, folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    """``model.save_pretrained`` of other weights, with conversions (experts that were fused) on the host."""
+    converts = bool(getattr(model, "_weight_conversions", None))
+    model.save_pretrained(
+        folder,
+        state_dict={clean_name(name): tensor.cpu() if converts else tensor for name, tensor in weights.items()},
+        max_shard_size=max_shard_bytes,
+    )
 
 
 def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Models of torchtune's builders."""
 
-from offload.models.torchtune.model import TorchtuneModel
+from offload.models.torchtune.model import AdaptedTorchtuneModel, TorchtuneModel
 
-__all__ = ["TorchtuneModel"]
+__all__ = ["AdaptedTorchtuneModel", "TorchtuneModel"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,41 +362,6 @@ def _other_kind(model: nn.Module, base: BaseCheckpoint) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------------- limits
-
-
-def check_vocabulary(tokenizer: Any, model: nn.Module) -> None:
-    """Refuse a tokenizer that makes token ids for which the model's embedding has no row.
-
-    Args:
-        tokenizer: its ``vocab_size``, special tokens and ``…_id`` attributes are read, as far as it has them.
-        model: its ``tok_embeddings.num_embeddings`` is read.
-
-    Raises:
-        UserError: names both sizes.
-    """
-    rows = getattr(getattr(model, "tok_embeddings", None), "num_embeddings", None)
-    largest = max(_token_ids(tokenizer), default=None)
-    if rows is None or largest is None or largest < rows:
-        return
-    raise UserError(
-        f"tokenizer: it has {largest + 1} tokens, the model's embedding has {rows} rows: set tokenizer.path to the "
-        "tokenizer that belongs to checkpointer.checkpoint_dir"
-    )
-
-
-def _token_ids(tokenizer: Any) -> Iterator[int]:
-    """The largest ids that text can become. Images are not text: Llama 3's ``<|image|>`` has no row."""
-    for name in ("base_vocab_size", "vocab_size"):
-        size = getattr(tokenizer, name, None)
-        if isinstance(size, int) and size > 0:
-            yield size - 1
-            break
-    special = getattr(tokenizer, "special_tokens", None)
-    if isinstance(special, Mapping):
-        yield from (i for token, i in special.items() if isinstance(i, int) and token != "<|image|>")
-    for name, value in getattr(tokenizer, "__dict__", {}).items():
-        if name.endswith("_id") and name != "image_id" and isinstance(value, int):
-            yield value
 
 
 def context_notes(base: BaseCheckpoint, max_seq_len: int | None) -> list[str]:

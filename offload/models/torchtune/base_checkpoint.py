@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from omegaconf import OmegaConf
 
 from offload.component import nearest
 from offload.errors import UserError
+from offload.models.safetensors_header import read_safetensors_header
 
 # An index and the single file that takes its place in a small model; in order of preference.
 _LAYOUTS = (
@@ -46,19 +45,6 @@ FAMILIES = {
 # Names as safetensors and torch have them. 8-bit floats come with scales, which no conversion reads.
 _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-# What else makes a folder a model that transformers and torchtune can use: configuration, tokenizer, licence,
-# and the code of models that bring their own.
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".spm", ".jinja", ".py")
-_COMPANION_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
-_COMPANION_LIMIT = 100 * 2**20  # bytes; Gemma's tokenizer.json, the largest around, has 33 MiB
-_NOT_COMPANIONS = (
-    "config.json",
-    "adapter_config.json",
-    "checkpoint.json",
-    "trainer_state.json",
-    "ft_config.json",
-)
 
 _OWNERS = {
     "Llama-": "meta-llama",
@@ -106,32 +92,6 @@ class BaseCheckpoint:
     def name_or_path(self) -> str:
         """What an adapter names as its base: the repository, or else the folder."""
         return self.repo_id or str(self.directory)
-
-    def companions(self) -> list[str]:
-        """Relative names of the small files which belong to the model besides ``config.json``.
-
-        Tokenizer, generation settings, licence, code of models that bring their own; nothing of other
-        subfolders, no weights, no hidden files, nothing huge.
-        """
-        names = [path.name for path in self.directory.iterdir() if _is_companion(path)]
-        # torchtune's Llama 3 tokenizer reads this one.
-        if (self.directory / "original" / "tokenizer.model").is_file():
-            names.append("original/tokenizer.model")
-        return sorted(names)
-
-    def copy_companions(self, target: Path) -> None:
-        """Copies :meth:`companions` into ``target``, following links."""
-        for name in self.companions():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.directory / name, target / name)
-
-
-def _is_companion(path: Path) -> bool:
-    if path.name.startswith(".") or path.name.endswith(".index.json") or path.name in _NOT_COMPANIONS:
-        return False
-    if path.suffix not in _COMPANION_SUFFIXES and not _COMPANION_NAMES.fullmatch(path.name):
-        return False
-    return path.is_file() and path.stat().st_size <= _COMPANION_LIMIT
 
 
 def read_base(section: Mapping[str, Any]) -> BaseCheckpoint:
@@ -464,39 +424,6 @@ def _download_hint(directory: Path) -> str:
     owner = next((owner for prefix, owner in _OWNERS.items() if directory.name.startswith(prefix)), "<owner>")
     name = directory.name if owner != "<owner>" else "<model>"
     return f"download it with `tune download {owner}/{name} --output-dir {directory}`"
-
-
-def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> ``{dtype, shape, data_offsets}``, without its metadata.
-
-    Source of the layout: https://github.com/huggingface/safetensors#format
-
-    Raises:
-        ValueError: if it is not such a file, or its size is not the one that the header tells.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if length < 2 or 8 + length > size:
-            raise ValueError("it does not begin with the header of a safetensors file")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = max((_end_of(entry) for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError("its header is damaged") from error
-    if 8 + length + end != size:
-        raise ValueError(f"it has {size} bytes where its header tells of {8 + length + end}")
-    return header
-
-
-def _end_of(entry: Mapping[str, Any]) -> int:
-    start, end = entry["data_offsets"]
-    numbers = [start, end, *entry["shape"]]
-    if not isinstance(entry["dtype"], str) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a tensor is not described by a dtype, a shape and offsets")
-    return end
 
 
 def check_safetensors(path: Path) -> dict[str, Any]:

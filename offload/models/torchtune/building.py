@@ -1,10 +1,8 @@
-"""Building the model: precision, weights, activation checkpointing and offloading, compilation."""
+"""Building a model of torchtune: precision and weights."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -84,52 +82,3 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
             "checkpointer.model_type that belong to this checkpoint"
         )
     model.load_state_dict(dict(weights))
-
-
-def check_activations(*, checkpointing: bool, offloading: bool, device: torch.device) -> None:
-    """Refuse to offload activations on the CPU, or without checkpointing (it would move every activation, far more than
-    the link to the host carries).
-
-    Raises:
-        UserError: names the keys.
-    """
-    if offloading and device.type == "cpu":
-        raise UserError(
-            "enable_activation_offloading: activations are in host memory already on device=cpu; set it to False"
-        )
-    if offloading and not checkpointing:
-        raise UserError(
-            "enable_activation_offloading: needs enable_activation_checkpointing=True, or every activation would "
-            "cross the link; set both or neither"
-        )
-
-
-def prepare_activations(
-    model: nn.Module, *, checkpointing: bool, offloading: bool, device: torch.device
-) -> contextlib.AbstractContextManager[Any]:
-    """Apply activation checkpointing; returns the context in which forward must run for offloading.
-
-    Raises:
-        UserError: for offloading on the CPU, or without checkpointing (it would move every activation, far
-            more than the link to the host carries).
-    """
-    from torchtune.modules import TransformerSelfAttentionLayer
-    from torchtune.training import get_act_offloading_ctx_manager, set_activation_checkpointing
-
-    check_activations(checkpointing=checkpointing, offloading=offloading, device=device)
-    if checkpointing:
-        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    return get_act_offloading_ctx_manager(model, offloading)
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile each transformer layer in place; the first step pays for it."""
-    from torchtune.training import compile_model
-
-    compile_model(model, verbose=False)
-
-
-def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """Numbers of ``(all, trainable)`` parameters, 4-bit ones by their logical shape."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from offload.models.torchtune import lora
 
 
 class TorchtuneModel:
@@ -49,7 +52,31 @@ class TorchtuneModel:
 
         set_activation_checkpointing(self._decoder, auto_wrap_policy={TransformerSelfAttentionLayer})
 
+    def offload_activations(self) -> contextlib.AbstractContextManager[Any]:
+        from torchtune.training import get_act_offloading_ctx_manager
+
+        context: contextlib.AbstractContextManager[Any] = get_act_offloading_ctx_manager(self._decoder, True)
+        return context
+
     def compile_layers(self) -> None:
         from torchtune.training import compile_model
 
         compile_model(self._decoder, verbose=False)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        limit: int | None = getattr(self._decoder, "max_seq_len", None)
+        return limit
+
+
+class AdaptedTorchtuneModel(TorchtuneModel):
+    """A frozen decoder with LoRA layers that train, by one of torchtune's ``lora_*`` builders."""
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        return lora.adapter_weights(self.module)
+
+    def adapter_config(self) -> dict[str, Any]:
+        return lora.adapter_config(self.module)
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        return lora.merged_weights(self.module)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload import OffloadOptimizer
 from offload.errors import UserError
-from offload.models.huggingface import AdaptedModel, load
+from offload.models.huggingface import AdaptedModel, from_pretrained
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]
 from tests.models.huggingface.test_families import batch, fused_loss, trained  # type: ignore[import-not-found]
@@ -39,7 +39,7 @@ def adapted(folder: Path, kind: str) -> AdaptedModel:
     from peft import LoraConfig
 
     torch.manual_seed(0)
-    model = AdaptedModel(load(folder, device=CPU, dtype=torch.float32), LoraConfig(**KINDS[kind]))
+    model = AdaptedModel(from_pretrained(folder, device=CPU, dtype=torch.float32), LoraConfig(**KINDS[kind]))
     with torch.no_grad():  # LoRA's second factor begins at 0
         for name, param in trained(model.module):
             if "lora_magnitude" not in name:
@@ -128,7 +128,7 @@ def test_merging_gives_a_plain_model_and_leaves_the_live_one_alone(folder: Path,
     with torch.no_grad():
         got = merged(input_ids=batch(0)[0]).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    base = logits_of(load(folder, device=CPU, dtype=torch.float32))
+    base = logits_of(from_pretrained(folder, device=CPU, dtype=torch.float32))
     assert not torch.allclose(got, base, rtol=1e-4, atol=1e-3)
 
 
@@ -137,7 +137,7 @@ def test_merging_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     families.save("qwen3", tmp_path / "base")
-    base = load(tmp_path / "base", device=CPU, dtype=torch.float32)
+    base = from_pretrained(tmp_path / "base", device=CPU, dtype=torch.float32)
     model = AdaptedModel(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     expected = logits_of(model)
     model.save(tmp_path / "merged", model.merged_weights(), max_shard_bytes=2**30)
@@ -149,7 +149,7 @@ def test_merging_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_one_line(folder: Path) -> None:
     from peft import LoraConfig
 
-    base = load(folder, device=CPU, dtype=torch.float32)
+    base = from_pretrained(folder, device=CPU, dtype=torch.float32)
     with pytest.raises(UserError, match=r"adapter: Target modules .*nothing_like_it.* not found"):
         AdaptedModel(base, LoraConfig(target_modules=["nothing_like_it"]))
     model = adapted(folder, "lora")

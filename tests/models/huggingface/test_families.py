@@ -15,7 +15,7 @@ from torch import Tensor
 from offload import OffloadOptimizer
 from offload.component import resolve
 from offload.data.labels import shift_labels
-from offload.models.huggingface import HuggingFaceModel, load
+from offload.models.huggingface import HuggingFaceModel, from_pretrained
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]
@@ -52,7 +52,7 @@ def fused_loss(model: HuggingFaceModel, tokens: Tensor, labels: Tensor) -> Tenso
 def test_every_kind_of_loss_gives_the_sum(loss: Any, separate: bool, tmp_path: Path) -> None:
     """Also where a model's head cannot be taken apart."""
     families.save("gemma2", tmp_path)
-    model = load(tmp_path, device=CPU, dtype=torch.float32)
+    model = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
     model.has_separate_head = separate
     tokens, labels = batch(0)
     count = int((labels != -100).sum())
@@ -90,7 +90,7 @@ def trained(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def test_the_fused_loss_is_that_of_the_whole_model(family: tuple[str, Path]) -> None:
-    model = load(family[1], device=CPU, dtype=torch.float32)
+    model = from_pretrained(family[1], device=CPU, dtype=torch.float32)
     assert model.has_separate_head
     tokens, labels = batch(0)
     model.module.eval()
@@ -109,7 +109,7 @@ def test_the_fused_loss_is_that_of_the_whole_model(family: tuple[str, Path]) -> 
 @pytest.mark.parametrize("strategy", ["stream", "host"])
 def test_training_equals_plain_adamw(family: tuple[str, Path], strategy: str, threaded: ThreadedRuntime) -> None:
     """Three steps, ``stream`` in backward and ``host`` with two micro-batches, under activation checkpointing."""
-    model = load(family[1], device=CPU, dtype=torch.float32)
+    model = from_pretrained(family[1], device=CPU, dtype=torch.float32)
     checkpointed = model.module.supports_gradient_checkpointing
     if checkpointed:
         model.checkpoint_activations()
@@ -164,7 +164,7 @@ def test_a_saved_model_has_the_original_names_and_gives_the_same_logits(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = load(family[1], device=CPU, dtype=torch.float32)
+    model = from_pretrained(family[1], device=CPU, dtype=torch.float32)
     with torch.no_grad():
         for param in model.module.parameters():
             param.mul_(1.25)

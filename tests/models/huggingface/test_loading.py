@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload.errors import UserError
-from offload.models.huggingface import load
+from offload.models.huggingface import from_pretrained
 from tests.models.huggingface import families  # type: ignore[import-not-found]
 
 CPU = torch.device("cpu")
@@ -37,14 +37,14 @@ def edit(folder: Path, **values: object) -> None:
 
 def refused(folder: Path, says: str, **options: object) -> None:
     with pytest.raises(UserError) as caught:
-        load(folder, device=CPU, dtype=torch.float32, **options)  # type: ignore[arg-type]
+        from_pretrained(folder, device=CPU, dtype=torch.float32, **options)  # type: ignore[arg-type]
     text = str(caught.value)
     assert re.search(says, text), text
     assert "\n" not in text and len(text) < 600
 
 
 def test_weights_are_in_the_dtype_that_was_asked_for_and_in_memory_of_their_own(folder: Path) -> None:
-    model = load(folder, device=CPU, dtype=torch.bfloat16)
+    model = from_pretrained(folder, device=CPU, dtype=torch.bfloat16)
     assert {param.dtype for param in model.module.parameters()} == {torch.bfloat16}
     expected = load_file(folder / "model.safetensors")
     found = dict(model.module.named_parameters())
@@ -126,7 +126,7 @@ def test_a_model_that_looks_ahead(tmp_path: Path) -> None:
     bert.save_pretrained(tmp_path)
     refused(tmp_path, "BertLMHeadModel looks ahead")
     edit(tmp_path, is_decoder=True)
-    assert load(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
+    assert from_pretrained(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
 
 
 def test_a_change_of_the_logits_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_change_of_the_logits_that_is_not_known(folder: Path, monkeypatch: pyt
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
-    assert not load(folder, device=CPU, dtype=torch.float32).has_separate_head
+    assert not from_pretrained(folder, device=CPU, dtype=torch.float32).has_separate_head
 
 
 def test_a_model_that_brings_code(folder: Path, tmp_path: Path) -> None:

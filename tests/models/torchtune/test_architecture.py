@@ -20,11 +20,12 @@ from offload.models.torchtune import TorchtuneModel
 from offload.models.torchtune.architecture import (
     cap_logits,
     check_architecture,
-    check_vocabulary,
     context_notes,
     fill_from_base,
 )
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint, read_base
+from offload.models.torchtune.checkpoint import TorchtuneFormat
+from offload.models.vocabulary import check_vocabulary
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 
 torchao_shim.install()
@@ -128,7 +129,7 @@ def largest_difference(model: Any, base: BaseCheckpoint, out: Path) -> float:
         "model_type": base.model_type,
     }
     cap_logits(model)
-    model.load_state_dict(CheckpointManager(section, out).load_base())
+    model.load_state_dict(CheckpointManager(TorchtuneFormat(section), out).format.load_base())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base.directory, attn_implementation="eager").eval()
     tokens = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -425,10 +426,10 @@ def test_a_tokenizer_larger_than_the_embedding() -> None:
         object(),
     ]
     for tokenizer in fitting:
-        check_vocabulary(tokenizer, model)
+        check_vocabulary(tokenizer, model.tok_embeddings.num_embeddings, checkpoint="checkpointer.checkpoint_dir")
     for tokenizer in (Tokenizer(101), Tokenizer(90, pad_id=100), Tokenizer(90, special_tokens={"<|x|>": 100})):
         with pytest.raises(UserError, match="it has 101 tokens, the model's embedding has 100 rows"):
-            check_vocabulary(tokenizer, model)
+            check_vocabulary(tokenizer, model.tok_embeddings.num_embeddings, checkpoint="checkpointer.checkpoint_dir")
 
 
 def test_contexts_beyond_the_base_models_are_told(tmp_path: Path) -> None:

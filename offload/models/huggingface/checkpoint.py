@@ -1,0 +1,62 @@
+"""Checkpoints of transformers' models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offload.models.companions import copy_companions
+from offload.models.huggingface.model import HuggingFaceModel
+
+logger = logging.getLogger(__name__)
+
+# Bytes in one weight file. Only one at a time is copied to the host when the model is on an accelerator.
+SHARD_BYTES = 4 * 2**30
+
+
+class HuggingFaceFormat:
+    """A :class:`offload.models.protocol.ModelFormat`: what ``save_pretrained`` writes and ``from_pretrained`` reads.
+
+    Args:
+        directory: of the base model.
+
+    Attributes:
+        model: the model whose weights are written; set when it is there.
+    """
+
+    key = "model.path"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model: HuggingFaceModel | None = None
+
+    def prepare(self, output_dir: Path) -> None:
+        return None
+
+    def load(self, folder: Path, files: Sequence[str]) -> None:
+        return None
+
+    def write_model(self, folder: Path, weights: Mapping[str, Tensor], written: Callable[[Path], None]) -> None:
+        assert self.model is not None
+        self.model.save(folder, weights, max_shard_bytes=SHARD_BYTES)
+        try:
+            copy_companions(self.directory, folder)
+        except FileNotFoundError as error:
+            # Hours into a run, weights without a tokenizer beat no weights.
+            logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, folder)
+        for file in sorted(folder.glob("*.safetensors")):
+            written(file)
+
+    def write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        from peft import PeftConfig
+        from safetensors.torch import save_file
+
+        from offload.models.tensors import host_tensors
+
+        folder.mkdir()
+        save_file(host_tensors(adapter, adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        PeftConfig.from_peft_type(**config).save_pretrained(str(folder))

@@ -1,0 +1,48 @@
+"""Tensors as a file takes them: on the host, contiguous, alone in their storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def standalone(tensor: Tensor) -> Tensor:
+    """``tensor`` with a storage that holds its own elements and nothing else.
+
+    A contiguous tensor keeps its memory, on any device: only the record of the storage is new. A view which
+    is not contiguous is copied.
+    """
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+        return tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    try:
+        # A DLPack capsule describes the view alone: the tensor made from it has a storage of just that size.
+        return torch.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError):  # a dtype or device which DLPack does not know
+        return tensor.clone()
+
+
+def host_tensor(tensor: Tensor, name: str) -> Tensor:
+    """``tensor`` on the CPU, contiguous and alone in its storage; not copied where it is so already."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # DTensor
+        tensor = tensor.full_tensor()
+    if type(tensor) is not Tensor:
+        raise TypeError(f"{name} is a {type(tensor).__name__}: a model is saved with plain tensors only")
+    return standalone(tensor.to("cpu").contiguous())
+
+
+def host_tensors(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Some of ``tensors`` as :func:`host_tensor` gives them, no two of them in one memory."""
+    result: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name in names:
+        tensor = host_tensor(tensors[name], name)
+        if tensor.data_ptr() in seen:  # safetensors refuses one memory under two names
+            tensor = tensor.clone()
+        seen.add(tensor.data_ptr())
+        result[name] = tensor
+    return result

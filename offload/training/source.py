@@ -1,0 +1,176 @@
+"""Where a recipe's model comes from: torchtune's builders, or a folder that transformers opens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from offload.component import resolve
+from offload.config.loading import instantiate
+from offload.errors import UserError
+from offload.metrics.progress import say
+from offload.models.huggingface import AdaptedModel, HuggingFaceModel, from_pretrained
+from offload.models.huggingface.checkpoint import HuggingFaceFormat
+from offload.models.protocol import AdaptedLM, CausalLM, ModelFormat
+from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel, architecture, lora
+from offload.models.torchtune.building import build_model, load_weights
+from offload.models.torchtune.checkpoint import TorchtuneFormat
+from offload.models.vocabulary import check_vocabulary
+from offload.training.settings import TrainSettings
+
+
+class ModelSource(Protocol):
+    """Makes the model of a run, with the weights that it begins with."""
+
+    @property
+    def format(self) -> ModelFormat:
+        """How its weights are read and written."""
+
+    def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
+        """The model to train whole.
+
+        Args:
+            saved: the weights of the checkpoint to go on from, where :attr:`format` reads them.
+            folder: of that checkpoint; None to begin with the base model.
+        """
+
+    def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        """The base model with an adapter to train.
+
+        Args:
+            adapter: of the checkpoint to go on from; None where it has none.
+            folder: of that checkpoint; None to begin with an adapter that changes nothing.
+        """
+
+
+def find_source(settings: TrainSettings, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> ModelSource:
+    """The source that the ``model`` section names.
+
+    Raises:
+        UserError: where ``model`` and ``checkpointer`` do not go together.
+    """
+    component = resolve(str(settings.model["_component_"]), key="model._component_")
+    if component is from_pretrained:
+        if settings.checkpointer is not None:
+            raise UserError(
+                "checkpointer: a model of transformers reads and writes its own format; remove the section, and give "
+                "the folder as model.path"
+            )
+        return HuggingFaceSource(settings.model, getattr(settings, "adapter", None), tokenizer, device, dtype)
+    if settings.checkpointer is None:
+        raise UserError(
+            "checkpointer is missing: a torchtune model needs checkpointer._component_="
+            "torchtune.training.FullModelHFCheckpointer, checkpointer.checkpoint_dir and checkpointer.model_type"
+        )
+    if getattr(settings, "adapter", None) is not None:
+        raise UserError(
+            "adapter: is for models of transformers; torchtune's lora_* builders take lora_rank, lora_alpha and "
+            "lora_attn_modules in model: remove the section"
+        )
+    return TorchtuneSource(settings.model, settings.checkpointer, tokenizer, device, dtype)
+
+
+class TorchtuneSource:
+    """Models of torchtune's builders, held against their base checkpoint's ``config.json``.
+
+    Args:
+        model: the section of that name.
+        checkpointer: the section of that name.
+        tokenizer: the run's; its vocabulary has to fit.
+        device: where the model goes.
+        dtype: of its parameters.
+    """
+
+    def __init__(
+        self, model: DictConfig, checkpointer: DictConfig, tokenizer: Any, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.format = TorchtuneFormat(checkpointer)
+        self._section, self._tokenizer, self._device, self._dtype = model, tokenizer, device, dtype
+        self._origin = str(checkpointer.checkpoint_dir)
+
+    def _build(self) -> torch.nn.Module:
+        """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
+        base = self.format.base
+        for note in architecture.fill_from_base(self._section, base):
+            say(note)
+        model = build_model(self._section, device=self._device, dtype=self._dtype)
+        architecture.check_architecture(model, self._section, base)
+        rows = getattr(getattr(model, "tok_embeddings", None), "num_embeddings", None)
+        check_vocabulary(self._tokenizer, rows, checkpoint=self.format.key)
+        architecture.cap_logits(model)
+        for note in architecture.context_notes(base, getattr(self._tokenizer, "max_seq_len", None)):
+            say(f"note: {note}")
+        return model
+
+    def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
+        model = self._build()
+        load_weights(model, self.format.load_base() if saved is None else saved, source=self._origin)
+        return TorchtuneModel(model)
+
+    def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        model = self._build()
+        lora.prepare_adapter(model)
+        lora.load_base_weights(model, self.format.load_base(), source=self._origin)
+        if folder is not None:
+            lora.load_adapter(model, adapter)
+        return AdaptedTorchtuneModel(model)
+
+
+class HuggingFaceSource:
+    """Models of transformers, from a folder.
+
+    Args:
+        model: the section of that name.
+        adapter: the section of that name: one of peft's configurations.
+        tokenizer: the run's; its vocabulary has to fit.
+        device: where the model goes.
+        dtype: of its parameters.
+    """
+
+    def __init__(
+        self, model: DictConfig, adapter: DictConfig | None, tokenizer: Any, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.format = HuggingFaceFormat(Path(str(model.path)).expanduser().absolute())
+        self._section, self._adapter, self._tokenizer = model, adapter, tokenizer
+        self._device, self._dtype = device, dtype
+
+    def _load(self, folder: Path | None) -> HuggingFaceModel:
+        section = self._section.copy()
+        if folder is not None:
+            section.path = str(folder)
+        model: HuggingFaceModel = instantiate(section, device=self._device, dtype=self._dtype)
+        check_vocabulary(self._tokenizer, model.num_embeddings, checkpoint=self.format.key)
+        if model.frozen:
+            say(f"model: {', '.join(model.frozen)} are no part of the language model: they stay as they are")
+        if not model.has_separate_head:
+            say(
+                f"model: {type(model.module).__name__} changes its logits in a way that is not known here: all of them "
+                "are held at once, and the loss is not fused with the head"
+            )
+        self.format.model = model
+        return model
+
+    def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
+        return self._load(folder)
+
+    def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        if self._adapter is None:
+            raise UserError(
+                "adapter is missing: give one of peft's configurations, such as adapter._component_=peft.LoraConfig "
+                "adapter.r=16 adapter.target_modules=all-linear, or use the recipe full_finetune_single_device"
+            )
+        model = AdaptedModel(self._load(None), instantiate(self._adapter))
+        self.format.model = model
+        if folder is not None:
+            if adapter is None:
+                raise UserError(
+                    "resume_from_checkpoint: the checkpoint holds a full model and no adapter; resume it with "
+                    "full_finetune_single_device, or give this run an output_dir of its own"
+                )
+            model.load_adapter(adapter)
+        return model

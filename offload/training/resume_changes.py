@@ -54,7 +54,7 @@ def check_changes(saved: Mapping[str, Any], cfg: DictConfig, *, checkpoint: Path
                     f"steps): set {key}={_short(old)}, {way_out}"
                 )
     for key, old, new in _changes(("model",), saved, now):
-        if key == "model.lora_alpha":
+        if key == "model.lora_alpha" and None not in (old, new):  # else the other recipe ran: that is told later
             raise UserError(
                 f"{key}: it is {_short(new)} now and was {_short(old)} in the checkpoint's run, whose adapter counts "
                 f"for that: set {key}={_short(old)}, {way_out}"

@@ -108,7 +108,7 @@ def _torchao_shim() -> ModuleType:
     name = "offload.torchao_shim"
     if name in sys.modules:
         return sys.modules[name]
-    spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "training", "torchao_shim.py"))
+    spec = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "torchao_shim.py"))
     assert spec is not None and spec.loader is not None
     shim = module_from_spec(spec)
     spec.loader.exec_module(shim)

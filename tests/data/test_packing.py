@@ -189,7 +189,7 @@ def test_flex_attention_keeps_documents_apart(family):
 
 def test_torchtunes_models_take_the_same_packs():
     """Its mask is made of seq_lens; the bound as above."""
-    from offload.training import torchao_shim
+    from offload import torchao_shim
 
     torchao_shim.install()
     from torchtune.models.llama2 import llama2

@@ -19,6 +19,7 @@ from offload.plan import replay as replaying
 from offload.plan.replay import replay
 from offload.plan.workload import GB, Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator
+from offload.training.best_evaluation import BestEvaluation
 from offload.training.reporting import Reporter
 from tests.recipes.conftest import ROOT, load_module
 from tests.recipes.played import StreamOfItsOwn, play_reporting
@@ -79,7 +80,8 @@ def recipe_of(
     )  # fmt: skip
     recipe.device, recipe.activations = torch.device("cpu"), contextlib.nullcontext()
     recipe.held_out = recipe.profiler = recipe.lr_scheduler = None
-    recipe.epoch = recipe.step_in_epoch = recipe.global_step = 0
+    recipe.epoch = recipe.step_in_epoch = recipe.global_step = recipe.saved_step = 0
+    recipe.best = BestEvaluation(None)
     recipe.total_steps = recipe.steps_per_epoch = STEPS
     recipe.batches, recipe.params = Batches(simulator), list(model.parameters())
     recipe.loss = lambda inputs, labels, num_labels: model(inputs["x"]).sum()

@@ -17,6 +17,7 @@ What none of them can tell is refused. Everything here is about text; :mod:`offl
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -125,6 +126,21 @@ class ChatTemplate:
                 "remove weight and masked from the messages"
             )
         return Rendered(text, [part for part, turn in zip(parts, turns, strict=True) if counts[turn]])
+
+    @functools.cached_property
+    def ends_turns(self) -> bool:
+        """Whether a token ends the assistant's turns; a model trained without does not learn to stop."""
+        asked: Messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
+        text = self._try(asked, None)
+        return text is None or self._closing(text, 0) is not None or self._next_role(asked, text) != ""
+
+    @functools.cached_property
+    def writes_thinking(self) -> bool:
+        """Whether the thinking part of a message, where it is apart from the content, is written at all."""
+        thought = "what is thought"
+        answer = {"role": "assistant", "content": "-", "reasoning_content": thought, "thinking": thought}
+        text = self._try([{"role": "user", "content": "-"}, answer], None)
+        return text is None or thought in text
 
     def continued(self, messages: Messages, tools: Any = None) -> str:
         """The text of ``messages`` with the last one open, for the model to go on with."""

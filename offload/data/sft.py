@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from offload.component import nearest
 from offload.data.files import Source
-from offload.data.messages import RowError, without_nulls
+from offload.data.messages import THINKING, RowError, without_nulls
 from offload.data.packing import IGNORED, PackedSamples
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
@@ -94,16 +94,22 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
         }[self.format]
         self._read: set[int] = set()
         self._cut: dict[int, int] = {}
+        self._unwritten: set[int] = set()  # rows with thinking parts that the template leaves out
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        ids, counts = self._encode(self._data[index])
+        row = self._data[index]
+        ids, counts = self._encode(row)
         if not ids:
             raise RowError("no token is left of it")
         limit = self._tokenizer.max_seq_len
         self._read.add(index)
+        if self.format == "messages" and not self._tokenizer.template.writes_thinking:
+            messages = self._cell(row, "messages")
+            if any(message.get(key) for message in messages if isinstance(message, dict) for key in THINKING):
+                self._unwritten.add(index)
         if limit is not None and len(ids) > limit:
             self._cut[index] = len(ids)
             ids, counts = ids[:limit], counts[:limit]
@@ -117,14 +123,24 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
         return self._source.where(index)
 
     def notes(self) -> list[str]:
-        """What reading samples in this process told: how many were longer than ``max_seq_len``."""
-        if not self._cut:
-            return []
-        longest = max(self._cut.values())
-        return [
-            f"note: {self._source.described}: {len(self._cut):,} of the {len(self._read):,} samples read are longer "
-            f"than tokenizer.max_seq_len={self._tokenizer.max_seq_len} and were cut; the longest has {longest:,} tokens"
-        ]
+        """What is not as the data says, as far as this process has read it: samples that were cut, thinking parts and
+        ends of turns that the chat template does not write."""
+        notes = []
+        of = f"of the {len(self._read):,} samples read"
+        if self._cut:
+            longest = max(self._cut.values())
+            notes.append(
+                f"{len(self._cut):,} {of} are longer than tokenizer.max_seq_len={self._tokenizer.max_seq_len} and were "
+                f"cut; the longest has {longest:,} tokens"
+            )
+        if self._unwritten:
+            notes.append(
+                f"{len(self._unwritten):,} {of} have thinking parts, which the chat template leaves out; give one that "
+                "writes reasoning_content with tokenizer.chat_template=FILE"
+            )
+        if self.format != "text" and self._tokenizer.has_template and not self._tokenizer.template.ends_turns:
+            notes.append("the chat template ends no turn with a special token, so the model will not learn to stop")
+        return [f"note: {self._source.described}: {note}" for note in notes]
 
     def _cell(self, row: Mapping[str, Any], name: str) -> Any:
         column = self._columns.get(name)
@@ -228,6 +244,14 @@ def sft_dataset(
     Raises:
         UserError: data that cannot be read, columns of no format, or no chat template where one is needed.
     """
+    taken = {
+        "data_files": "dataset.path takes files",
+        "data_dir": "dataset.path takes folders",
+        "streaming": "rows stay on the disk anyway, and shuffling and resuming need them by their number",
+    }
+    for name, why in taken.items():
+        if load_dataset_kwargs.pop(name, None):
+            raise UserError(f"dataset.{name}: {why}; remove it")
     source = Source(path, split=split, **load_dataset_kwargs)
     dataset = SFTDataset(tokenizer, source, format=format, columns=columns, train_on=train_on, weight=weight)
     if not packed:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.data.messages import RowError
+from offload.data.messages import RowError, conversation
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
 
@@ -202,19 +202,13 @@ def test_what_counts_is_what_the_model_generates(chat_tokenizer, spans, case):
     tokenizer = chat_tokenizer(template)
     ids, counts = tokenizer.encode_chat(messages, tools)
     assert spans(tokenizer, ids, counts) == expected
-    text = tokenizer.template.render(tokenizer.template._formed(_read(messages)), tools)
+    text = tokenizer.template.render(tokenizer.template._formed(conversation(messages).messages), tools)
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith(text)  # GLM's goes on with what ends the turn
 
     # What the comparison is worth: a mask shifted by one, or over the user's turn, is another.
     assert spans(tokenizer, ids, [False, *counts[:-1]]) != expected
     assert spans(tokenizer, ids, [*counts[1:], False]) != expected
     assert spans(tokenizer, ids, [True] * len(ids)) != expected
-
-
-def _read(messages):
-    from offload.data.messages import conversation
-
-    return conversation(messages).messages
 
 
 def test_every_turn_begins_where_the_prompt_of_inference_ends(chat_tokenizer):
@@ -390,3 +384,40 @@ def test_stock_templates(byte_level, spans, name):
     messages, expected = STOCK[name]
     tokenizer = ChatTokenizer(byte_level, chat_template=folder / f"{name}.jinja")
     assert spans(tokenizer, *tokenizer.encode_chat(messages)) == expected
+
+
+@pytest.mark.parametrize("messages", [TURNS_WITHOUT_SYSTEM, CALLS], ids=["turns", "tools"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma", "gemma3", "gptoss", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2_v2"]
+)
+def test_stock_templates_count_what_trls_marks_do(byte_level, name, messages):
+    """trl marks its training variants by hand; they take along the end of the prompt or the newline after a turn."""
+    folder = stock_templates()
+    if folder is None or not (folder / f"{name}_training.jinja").is_file():
+        pytest.skip("trl, which ships stock chat templates and variants with marks, is not installed")
+    stock = ChatTokenizer(byte_level, chat_template=folder / f"{name}.jinja").template
+    marked = ChatTokenizer(byte_level, chat_template=folder / f"{name}_training.jinja").template
+    read = conversation(messages)
+    try:
+        found = stock.trained(read)
+    except RowError as refused:
+        assert messages is CALLS and ("alternate" in str(refused) or "leaves out" in str(refused))
+        return
+    expected = marked.trained(read)
+    assert expected.text == found.text
+    text = found.text
+    for ours, theirs in zip(found.trained, expected.trained, strict=True):
+        assert theirs[0] <= ours[0] < ours[1] <= theirs[1]
+        assert text[theirs[0] : ours[0]].strip() in ("", "<|start|>assistant")
+        assert text[ours[1] : theirs[1]].strip() == ""
+
+
+@pytest.mark.parametrize("template", ["llama31", "gemma"])
+def test_marks_find_what_prefixes_find(chat_tokenizer, template):
+    """Templates that both ways apply to."""
+    template = chat_tokenizer(template).template
+    read = conversation(TURNS_WITHOUT_SYSTEM)
+    text = template.render(read.messages)
+    turns = [1, 3]
+    prefixes = template._between_prefixes(read.messages, turns, text, None)
+    assert prefixes == template._around_marks(read.messages, turns, text, None, "") == template.trained(read).trained

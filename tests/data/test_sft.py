@@ -10,6 +10,7 @@ import pytest
 from offload.data.files import Source
 from offload.data.messages import RowError
 from offload.data.sft import SFTDataset, sft_dataset, shown
+from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
 
 TURNS = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "It is 3."}]
@@ -193,6 +194,25 @@ def test_samples_are_cut_counted_and_told(chat_tokenizer, written):
     assert dataset[2]["tokens"] == tokenizer.encode(rows[2]["text"])[:16]
 
 
+def test_what_the_template_leaves_out_is_told(chat_tokenizer, written):
+    thinking = {"role": "assistant", "content": "It is 3.", "reasoning_content": "one plus two"}
+    path = written([{"messages": [TURNS[0], thinking]}, {"messages": TURNS}])
+    for template, told in (("llama31", True), ("qwen3", False), ("harmony", False), ("glm", False)):
+        dataset = sft_dataset(chat_tokenizer(template), path)
+        assert [len(sample["tokens"]) > 0 for sample in dataset] == [True, True]
+        expected = f"note: {path}: 1 of the 2 samples read have thinking parts, which the chat template leaves out"
+        assert [note.split(";")[0] for note in dataset.notes()] == [expected] * told
+
+
+def test_a_template_without_ends_of_turns_is_told(byte_level, written, spans):
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
+    )
+    dataset = sft_dataset(ChatTokenizer(byte_level, chat_template=template), written([{"messages": TURNS}]))
+    assert "note: " in dataset.notes()[0] and "ends no turn with a special token" in dataset.notes()[0]
+
+
 def test_shown_marks_exactly_what_counts(chat_tokenizer):
     tokenizer = chat_tokenizer(None)
     ids = tokenizer.encode("one two three", add_bos=False, add_eos=False)
@@ -264,6 +284,8 @@ def _refusals(tmp_path, written):
         (pairs, {}, r"the columns of .* \(question, answer\) are of no known format; .*dataset.columns.prompt=COLUMN"),
         (good, {"train_on": "user"}, "dataset.train_on: expected assistant or all, got 'user'"),
         (good, {"weight": 0}, "dataset.weight: expected a number above 0"),
+        (good, {"streaming": True}, "dataset.streaming: rows stay on the disk anyway, .* by their number; remove it"),
+        (good, {"data_files": "x"}, "dataset.data_files: dataset.path takes files; remove it"),
         (good, {"packed": True}, "dataset.packed: packs need a length; set tokenizer.max_seq_len"),
         ("nobody/nothing", {}, "no file or folder nobody/nothing here, and the Hugging Face Hub does not give it"),
     ]

@@ -94,7 +94,7 @@ def resume_notes(
 
 
 def _optimizer_notes(before: Mapping[str, Any], after: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
-    group = (state.get("param_groups") or [{}])[-1]  # of what no entry of param_groups takes
+    group = (state.get("param_groups") or [{}])[0]  # of what no entry of param_groups takes
     kept = {"lr", "weight_decay", "betas", "momentum", "eps", "param_groups", *group}
     for key in sorted((before.keys() | after.keys()) & kept - {*_OWN_OPTIONS, *_OF_THE_STATE}):
         old = before.get(key, group.get("initial_lr" if key == "lr" else key))

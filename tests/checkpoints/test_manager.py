@@ -998,9 +998,10 @@ def test_weights_of_another_model(base: Path, tmp_path: Path) -> None:
 def test_dimensions_that_do_not_fit(base: Path, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     for change, expected in (
-        ({"hidden_size": 48}, "k_proj.weight is [16, 32], config.json makes it [24, 48]"),
+        ({"hidden_size": 48}, "embed_tokens.weight is [64, 32], config.json makes it [64, 48]"),
         ({"num_key_value_heads": 4}, "k_proj.weight is [16, 32], config.json makes it [32, 32]"),
         ({"head_dim": 16}, "k_proj.weight is [16, 32], config.json makes it [32, 32]"),
+        ({"intermediate_size": 64}, "down_proj.weight is [32, 48], config.json makes it [32, 64]"),
         ({"num_hidden_layers": 3}, "has num_hidden_layers 3, the weight files hold 2 layers"),
         ({"num_attention_heads": 0}, "num_attention_heads in"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "do not divide one another"),

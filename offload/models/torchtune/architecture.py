@@ -161,14 +161,14 @@ def _checked(base: BaseCheckpoint, key: str, value: Any) -> Any:
         return value
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value <= 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e300:
         raise _not_understood(base, key, value, "a number above 0")
     is_count = _ARGUMENTS[key] not in ("norm_eps", "rope_base", "hidden_capping_value", "final_capping_value")
-    if is_count and not key.startswith("rope_scaling.") and value != int(value):
-        raise _not_understood(base, key, value, "a whole number")
+    if is_count and not key.startswith("rope_scaling.") and (value != int(value) or value >= 2**31):
+        raise _not_understood(base, key, value, "a whole number of a model's size")
     # rope_theta is 500000.0 in config.json where builders take 500000.
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) and value < 2**31 else float(value)
 
 
 def _not_understood(base: BaseCheckpoint, key: str, value: Any, expected: str) -> UserError:
@@ -422,5 +422,5 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, float) and value == value and abs(value) < 1e15 and value == int(value):
         return str(int(value))
-    text = str(value)
+    text = str(value) if str(value).isprintable() else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -270,6 +271,11 @@ def _check_tensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]
         "q_proj.weight": (config["num_attention_heads"] * head_dim, width),
         "k_proj.weight": (config["num_key_value_heads"] * head_dim, width),
     }
+    # Those whose size a builder may take from config.json before any weight is read.
+    if isinstance(config.get("vocab_size"), int):
+        shapes["embed_tokens.weight"] = (config["vocab_size"], width)
+    if isinstance(config.get("intermediate_size"), int):
+        shapes["down_proj.weight"] = (width, config["intermediate_size"])
     for name, (dtype, shape) in tensors.items():
         if "rotary_emb.inv_freq" in name:  # no weight: no conversion reads it
             continue
@@ -340,7 +346,7 @@ def _given_files(directory: Path, given: Any) -> tuple[str, ...]:
         names = list(given)
     else:
         raise UserError(f"{key}: got {given!r}, expected a list of file names; leave it out to have them found")
-    missing = [name for name in names if not (directory / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(directory / name)]
     if missing:
         raise UserError(f"{key}: {_missing_message(directory, names, missing)}")
     return tuple(sorted(names))
@@ -351,7 +357,7 @@ def _find_files(directory: Path) -> tuple[str, ...]:
     for index, single in _LAYOUTS:
         if (directory / index).is_file():
             names = _indexed_files(directory / index)
-            missing = [name for name in names if not (directory / name).is_file()]
+            missing = [name for name in names if not os.path.isfile(directory / name)]
             if not missing:
                 return names
             # The index alone is there where the download left the weights of this kind out.

@@ -250,4 +250,4 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".")[:300] if text else type(error).__name__

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offload.optim import cpu, gpu, interchange
-from offload.optim.codes import GOLDEN_RATIO
+from offload.optim import codes, cpu, gpu, interchange
 from offload.optim.formats import (
     BLOCK,
     MASTERS,
@@ -126,6 +125,8 @@ class Adam(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        # What states have stays as it is when betas change.
+        self.param_groups[-1]["codes"] = codes.best_for(float(self.param_groups[-1]["betas"][1]))
         self._prepare(self.param_groups[-1])
 
     def _prepare(self, group: Group) -> None:
@@ -338,7 +339,7 @@ class _Plan:
         self._param_key = random_key(seed, step, 0) if master in ("stochastic", "split24") else None
         self._is_coded = state_dtype in ("int8", "fp8")
         self._v_key = random_key(seed, 0 if self._is_coded else step, 1) if state_dtype != "fp32" else None
-        self._walked = GOLDEN_RATIO * step
+        self._walked = codes.GOLDEN_RATIO * step
         self._is_random = self._param_key is not None or self._v_key is not None
 
     def item(
@@ -408,6 +409,7 @@ def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constan
         step_size=step_size * bc2_sqrt if is_folded else step_size,
         bc2_sqrt=bc2_sqrt,
         eps_before=eps * math.sqrt(1 - beta2 ** (step - 1)),
+        has_ratios=float(group["codes"] == codes.RATIOS),
     )
 
 

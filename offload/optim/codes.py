@@ -1,17 +1,25 @@
 """Moments in 8 bits: codes and one fp32 scale per block and moment.
 
-Of the second moment, ``sqrt(v)`` is stored, as a minifloat E3M5: 8 octaves of 32 steps each, and equal steps below.
+Of the second moment, ``sqrt(v)`` is stored: 254 steps up to the block's largest, about equal in the logarithm. They are
+equal in the bits of fp32, which are a logarithm that is straight between powers of two. A block's steps are as wide as
+it takes to reach from its smallest to its largest, 0.05 % to 8 %: a second moment wanders by less than a step at a
+time, and the noise of rounding it grows with the step's square root. All numbers that codes stand for are multiples of
+the step, and its width changes as seldom as it may: a root that has not changed is not rounded again because another
+one has. Code 0 is zero, and nothing else is, because a denominator of ``eps`` alone would blow the update up.
+
 Of the first, the *ratio* ``m / (sqrt(v) + eps)`` is, Adam's update but for its step size: its size is about the same
 for all elements of a block, whatever decades their gradients span, and what rounding ``v`` changes does not change the
-update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``).
+update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``). Where
+``beta2`` is below :data:`LEAST_BETA2_OF_RATIOS`, ``m`` itself is stored, in int8 its square root with its sign: so
+short an average follows single gradients, and the ratio to one of nearly zero would leave no steps for the others.
 
-A block's scale is its largest finite value, so that what a block's elements have in common is exact. No second moment
-decodes as zero, because a denominator of ``eps`` alone would blow the update up. Where a moment is not finite, neither
-is the parameter, for good; its codes say no ratio and the largest root, which changes nothing for its neighbours.
+A block's scales are its largest finite values, of roots the next multiple of the step. The lowest 8 bits of the first
+moment's are the width of the second's steps. Where a moment is not finite, neither is the
+parameter, for good; its codes say no ratio and the largest root, which changes nothing for its neighbours.
 
-Ratios are rounded to nearest. A second moment changes by less than half a step at a time, so that rounding to nearest
-would keep it where it is; it is rounded up where the fraction exceeds a threshold that walks through [0, 1) by the
-golden ratio from step to step. What else was tried, and the error of each: ``scripts/quantisers.py``.
+First moments are rounded to nearest. A second moment changes by less than half a step at a time, so that rounding to
+nearest would keep it where it is; it is rounded up where the fraction exceeds a threshold that walks through [0, 1) by
+the golden ratio from step to step. What else was tried, and the error of each: ``scripts/quantisers.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +27,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.optim.formats import BLOCK, f32
+from offload.optim.formats import BLOCK, f32, sqrt
+
+RATIOS, MOMENTS = "ratios", "moments"
+"""What codes of first moments stand for: the option ``codes`` of a group. Groups without it have codes of
+:mod:`offload.optim.earlier`."""
+
+LEAST_BETA2_OF_RATIOS = 0.5
 
 GOLDEN_RATIO = 0x9E3779B9
 """Of 2^32: how far thresholds move in a step."""
@@ -33,12 +47,24 @@ SMALLEST_SCALE = 2.0**-120
 E4M3_BIAS = (127 - 15) << 3
 """Of codes as the upper bits of an fp32 number: the largest of 16 exponents is that of 1."""
 
-E3M5_BIAS = (127 - 8) << 5
-"""The least of 8 exponents is that of 2^-8, which is added to every number: below it, steps are equal."""
+LARGEST = 254
+"""Code of a block's scale; the largest root may be rounded up to one more."""
 
-E3M5_OFFSET = 2.0**-8
-E3M5_RANGE = 2.0**-1 * (1 + 31 / 32) - E3M5_OFFSET
-"""The largest code, 255, stands for 1 - 2^-6, less the offset."""
+STEP = 65536 + 2.0**-6
+"""What a step is counted as, a little more than 2^16: however it is rounded, one step above zero is never zero."""
+
+WIDTH_SHIFT = 12
+"""Roots' steps are multiples of 2^12 in the bits of fp32: 2^-11 of a number between 1 and 2."""
+
+WIDEST = 161
+"""In these multiples: 20 octaves, six decades, from the code 1 to the largest."""
+
+SMALLEST_SCALE_BITS = (127 - 120) << 23
+
+
+def best_for(beta2: float) -> str:
+    """:data:`RATIOS` or :data:`MOMENTS`."""
+    return RATIOS if beta2 >= LEAST_BETA2_OF_RATIOS else MOMENTS
 
 
 def thresholds(start: int, count: int, key: int, device: torch.device) -> Tensor:
@@ -52,7 +78,13 @@ def thresholds(start: int, count: int, key: int, device: torch.device) -> Tensor
 
 
 def decode(
-    exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor, state_dtype: str, eps: float
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor,
+    state_dtype: str,
+    eps: float,
+    has_ratios: bool,
 ) -> tuple[Tensor, Tensor]:
     """fp32 moments ``m`` and ``v``, each ``[n]``.
 
@@ -62,17 +94,24 @@ def decode(
         exp_avg_scale, exp_avg_sq_scale: fp32 ``[ceil(n / BLOCK)]``.
         state_dtype: ``int8`` or ``fp8``.
         eps: what was added to sqrt(v) when the codes were made.
+        has_ratios: first moments are :data:`RATIOS`.
     """
-    if state_dtype == "int8":
-        ratio = exp_avg.float() * _spread(exp_avg_scale * f32(1 / 127), exp_avg)
-    else:
+    step = (exp_avg_scale.view(torch.int32) & 0xFF) << WIDTH_SHIFT
+    bottom = exp_avg_sq_scale.view(torch.int32) - LARGEST * step
+    code = exp_avg_sq.to(torch.int32)
+    bits = _spread(bottom, code) + code * _spread(step, code)
+    root = torch.where(code == 0, 0, bits).view(torch.float32)
+    if state_dtype == "fp8":
         code = exp_avg.view(torch.uint8).to(torch.int32)
         magnitude = code & 127
         bits = torch.where(magnitude == 0, 0, (magnitude + E4M3_BIAS) << 20) | (code & 128) << 24
-        ratio = bits.view(torch.float32) * _spread(exp_avg_scale, exp_avg)
-    bits = (exp_avg_sq.to(torch.int32) + E3M5_BIAS) << 18
-    root = (bits.view(torch.float32) - E3M5_OFFSET) * _spread(exp_avg_sq_scale * f32(1 / E3M5_RANGE), exp_avg)
-    return ratio * (root + eps), root * root
+        first = bits.view(torch.float32) * _spread(exp_avg_scale, code)
+    elif has_ratios:
+        first = exp_avg.float() * _spread(exp_avg_scale * f32(1 / 127), code)
+    else:
+        x = exp_avg.float() * f32(1 / 127)
+        first = x * x.abs() * _spread(exp_avg_scale, code)
+    return first * (root + eps) if has_ratios else first, root * root
 
 
 def encode(
@@ -84,36 +123,69 @@ def encode(
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor,
     state_dtype: str,
+    eps: float,
+    has_ratios: bool,
 ) -> None:
-    """Write codes and scales; tensors and ``state_dtype`` as in :func:`decode`.
+    """Write codes and scales; tensors, ``state_dtype``, ``eps`` and ``has_ratios`` as in :func:`decode`.
 
     Args:
         ratio: ``m / (sqrt(v) + eps)``, fp32 ``[n]``.
         root: ``sqrt(v)``, fp32 ``[n]``.
         threshold: :func:`thresholds` of the elements.
     """
-    exp_avg_scale.copy_(_largest(ratio))
-    exp_avg_sq_scale.copy_(_largest(root))
-    ratio = torch.where(ratio.isfinite(), ratio, 0.0)
-    root = torch.where(root.isfinite(), root, _spread(exp_avg_sq_scale, root))
-    if state_dtype == "int8":
-        exp_avg.copy_((ratio * _spread(_inverse(exp_avg_scale, 127.0), ratio)).round())
-    else:
-        bits = (ratio * _spread(_inverse(exp_avg_scale), ratio)).view(torch.int32)
+    first = ratio if has_ratios else ratio * (root + eps)
+    largest = _blocks(first.abs().nan_to_num(nan=0.0, posinf=0.0)).amax(dim=1)
+    step, top = steps(root, exp_avg_scale)
+    width = step >> WIDTH_SHIFT
+    exp_avg_scale.copy_((largest.view(torch.int32) & -256 | width).view(torch.float32))
+    exp_avg_sq_scale.copy_(top.view(torch.float32))
+
+    first = torch.where(first.isfinite(), first, 0.0)
+    inverse = torch.where(exp_avg_scale >= SMALLEST_SCALE, 1 / exp_avg_scale, 0.0)
+    if state_dtype == "fp8":
+        bits = (first * _spread(inverse, first)).view(torch.int32)
         magnitude = ((bits & 0x7FFFFFFF) + (1 << 19) >> 20) - E4M3_BIAS
         exp_avg.view(torch.uint8).copy_(magnitude.clamp(min=0) | bits >> 24 & 128)
-    bits = (root * _spread(_inverse(exp_avg_sq_scale, E3M5_RANGE), root) + E3M5_OFFSET).view(torch.int32)
-    exp_avg_sq.copy_(((bits + (threshold << 2) >> 18) - E3M5_BIAS).clamp(1, 255))
+    elif has_ratios:
+        exp_avg.copy_((first * _spread(inverse * 127, first)).round())
+    else:
+        exp_avg.copy_((torch.copysign(sqrt(first.abs() * _spread(inverse, first)), first) * 127).round())
+
+    bottom = top - LARGEST * step
+    inverse = torch.where(step > 0, 1 / step.float() * STEP, 0.0)
+    bits = torch.where(root.isfinite(), root.view(torch.int32), _spread(top, first))
+    bits = torch.where(bits > 0, torch.maximum(bits, _spread(bottom + step, bits)), 0)
+    above = (bits - _spread(bottom, bits)).clamp(min=0).float() * _spread(inverse, bits)
+    exp_avg_sq.copy_(above.to(torch.int32) + threshold >> 16)
 
 
-def _largest(values: Tensor) -> Tensor:
-    """Of each block, the largest finite magnitude ``[ceil(n / BLOCK)]``."""
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
-    return padded.view(-1, BLOCK).abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
+def steps(root: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block, its roots' step and scale as int32 ``[ceil(n / BLOCK)]``, both in the bits of fp32.
+
+    The width is that of before, unless it is too small or more than 8/7 of what it takes for code 1 to be no larger
+    than any root but zero. It is at most :data:`WIDEST`, such that no code stands for a negative number, and 0 where
+    the largest root counts as zero.
+
+    Args:
+        root: fp32 ``[n]``.
+        before: the scales of the first moment that are going to be replaced.
+    """
+    bits = _blocks(torch.where(root.isfinite(), root, 0.0)).view(torch.int32)
+    top = bits.amax(dim=1)
+    least = torch.where(bits > 0, bits, 0x7FFFFFFF).amin(dim=1)
+    one = (LARGEST - 2) << WIDTH_SHIFT
+    needed = (top - least + one - 1).div(one, rounding_mode="floor").clamp(min=1, max=WIDEST)
+    width = before.view(torch.int32) & 0xFF
+    width = torch.where((needed <= width) & (8 * needed >= 7 * width - 7), width, needed)
+    width = torch.minimum(width, (top - 1).div(LARGEST << WIDTH_SHIFT, rounding_mode="floor"))
+    step = torch.where(top >= SMALLEST_SCALE_BITS, width, 0).to(torch.int32) << WIDTH_SHIFT
+    multiple = step.clamp(min=1)
+    return step, (top + multiple - 1).div(multiple, rounding_mode="floor") * multiple
 
 
-def _inverse(scale: Tensor, over: float = 1.0) -> Tensor:
-    return torch.where(scale >= SMALLEST_SCALE, 1 / scale, 0.0) * over
+def _blocks(values: Tensor) -> Tensor:
+    """``[ceil(n / BLOCK), BLOCK]``, with zeros at the end."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _spread(scale: Tensor, like: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Constants(NamedTuple):
         step_size: learning rate over the first moment's bias correction.
         bc2_sqrt: square root of the second moment's bias correction.
         eps_before: ``eps`` of the step before, with which 8-bit codes were made.
+        has_ratios: 1 where 8-bit codes of the first moment are ratios, 0 where they are moments.
     """
 
     gscale: float
@@ -81,6 +82,7 @@ class Constants(NamedTuple):
     step_size: float
     bc2_sqrt: float
     eps_before: float
+    has_ratios: float = 1.0
 
 
 class Item(NamedTuple):
@@ -179,6 +181,11 @@ def random_bits(start: int, count: int, key: int, device: torch.device) -> Tenso
     x = x * 0x846CA68B & _MASK
     x = x ^ x >> 16
     return torch.where(i & 1 == 1, x >> 16, x & 0xFFFF).to(torch.int32)
+
+
+def sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded, as the kernels' is; torch's own fp32 square root on the CPU is one unit off here and there."""
+    return values.double().sqrt().float()
 
 
 # Halves of fp32

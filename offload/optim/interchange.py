@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optim import codes
+from offload.optim import codes, earlier
 from offload.optim.formats import (
     BLOCK,
     STATE_BLOCK,
@@ -23,6 +23,9 @@ from offload.optim.formats import (
 
 MASTER = "master"
 """Key of fp32 master weights in a plain state. ``torch.optim.AdamW`` keeps it and does nothing with it."""
+
+_OWN_OPTIONS = ("state_dtype", "master", "seed", "codes")
+"""What groups of packed optimizers have beside torch's."""
 
 _TORCH_OPTIONS = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 """What groups of torch.optim.AdamW choose about its implementation."""
@@ -68,7 +71,7 @@ def _unpacked(state_dict: Mapping[str, Any], params: Sequence[Tensor] | None) ->
     states = {}
     groups = []
     for group in state_dict["param_groups"]:
-        groups.append({key: value for key, value in group.items() if key not in ("state_dtype", "master", "seed")})
+        groups.append({key: value for key, value in group.items() if key not in _OWN_OPTIONS})
         for index in group["params"]:
             if index not in state_dict["state"]:
                 continue
@@ -128,6 +131,7 @@ def loaded(
         options = {key: value for key, value in saved_group.items() if key not in _TORCH_OPTIONS}
         kept = {key: group[key] for key in (*own_options, "params", "param_names") if key in group}
         groups.append({**group, **options, **kept})
+        groups[-1]["codes"] = codes.best_for(float(groups[-1]["betas"][1]))
         for position, (key, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
             saved = state_dict["state"].get(key)
             if not saved:
@@ -158,7 +162,11 @@ def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor
     stored = [state["exp_avg"], state["exp_avg_sq"]]
     m, v = (torch.empty_like(tensor, dtype=torch.float32) for tensor in stored)
     if "exp_avg_scale" in state:
-        values = codes.decode(*_coded(state), group["state_dtype"], _eps(group, float(state["step"])))
+        how = group["state_dtype"], _eps(group, float(state["step"]))
+        if "codes" in group:
+            values = codes.decode(*_coded(state), *how, group["codes"] == codes.RATIOS)
+        else:
+            values = earlier.decode(*_coded(state), *how)
         flat(m).copy_(values[0])
         flat(v).copy_(values[1])
     else:
@@ -198,9 +206,14 @@ def _packed(
         else:
             state[key] = torch.zeros_like(param, dtype=dtype, device=device, requires_grad=False)
     moments = [key for key in spec if key != "remainder"]
-    is_same = saved_group.get("state_dtype", "fp32") == state_dtype and all(
-        key in saved and saved[key].dtype == state[key].dtype and saved[key].stride() == state[key].stride()
-        for key in moments
+    are_codes_same = state_dtype not in ("int8", "fp8") or saved_group.get("codes") == group["codes"]
+    is_same = (
+        saved_group.get("state_dtype", "fp32") == state_dtype
+        and are_codes_same
+        and all(
+            key in saved and saved[key].dtype == state[key].dtype and saved[key].stride() == state[key].stride()
+            for key in moments
+        )
     )
     if is_same:
         for key in moments:
@@ -211,8 +224,8 @@ def _packed(
             root = flat(v).sqrt()
             ratio = torch.nan_to_num(flat(m) / (root + _eps(group, step)))
             half = torch.full_like(root, 1 << 15, dtype=torch.int32)
-            m_codes, m_scale, v_codes, v_scale = _coded(state)
-            codes.encode(ratio, root, half, m_codes, m_scale, v_codes, v_scale, state_dtype)
+            has_ratios = group["codes"] == codes.RATIOS
+            codes.encode(ratio, root, half, *_coded(state), state_dtype, _eps(group, step), has_ratios)
         else:
             state["exp_avg"].copy_(m)
             state["exp_avg_sq"].copy_(v)

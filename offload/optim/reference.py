@@ -22,6 +22,7 @@ from offload.optim.formats import (
     round_stochastically,
     split_master,
     split_master24,
+    sqrt,
 )
 
 CHUNK = BLOCK * 1024
@@ -73,7 +74,7 @@ def _update(item: Item, gscale: float | Tensor) -> None:
     elif item.kind.state == "bf16":
         m, v = _moments(item, p, g, gscale, item.exp_avg.float(), item.exp_avg_sq.float())
         c = item.constants
-        p = p * c.decay - m * c.step_size / (_sqrt(v) + c.eps)
+        p = p * c.decay - m * c.step_size / (sqrt(v) + c.eps)
         item.exp_avg.copy_(round_half_away(m))
         item.exp_avg_sq.copy_(round_stochastically(v, _bits(item, item.key_v)))
     else:
@@ -85,11 +86,12 @@ def _update_codes(item: Item, p: Tensor, g: Tensor, gscale: float | Tensor) -> T
     c, state = item.constants, item.kind.state
     assert item.exp_avg_scale is not None and item.exp_avg_sq_scale is not None
     stored = (item.exp_avg, item.exp_avg_scale, item.exp_avg_sq, item.exp_avg_sq_scale)
-    m, v = _moments(item, p, g, gscale, *codes.decode(*stored, state, c.eps_before))
-    root = _sqrt(v)
+    has_ratios = bool(c.has_ratios)
+    m, v = _moments(item, p, g, gscale, *codes.decode(*stored, state, c.eps_before, has_ratios))
+    root = sqrt(v)
     ratio = m / (root + c.eps)
     threshold = codes.thresholds(item.start, p.numel(), item.key_v, p.device)
-    codes.encode(ratio, root, threshold, *stored, state)
+    codes.encode(ratio, root, threshold, *stored, state, c.eps, has_ratios)
     return p * c.decay - ratio * c.step_size
 
 
@@ -108,7 +110,7 @@ def _as_torch(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[T
     m = m + difference * c.w1 if f32(c.w1) < 0.5 else g - difference * (1 - f32(c.w1))
     v = v * c.beta2
     v = v + g * c.w2 * g
-    denominator = _sqrt(v) / c.bc2_sqrt + c.eps
+    denominator = sqrt(v) / c.bc2_sqrt + c.eps
     return p + m * -c.step_size / denominator, m, v
 
 
@@ -128,11 +130,6 @@ def _product(x: float | Tensor, y: float | Tensor) -> float | Tensor:
     """Of two fp32 numbers, rounded to fp32."""
     product = x * y
     return product if isinstance(product, Tensor) else f32(product)
-
-
-def _sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded, as the kernels' is; torch's own fp32 square root on the CPU is one unit off here and there."""
-    return values.double().sqrt().float()
 
 
 def _store_param(item: Item, p: Tensor) -> None:

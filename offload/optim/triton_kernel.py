@@ -46,7 +46,7 @@ TABLE_WORDS = 1 << 17
 FETCH_WORDS = 512
 """Of a table, what one program fetches."""
 
-_UPDATE_ROW = struct.Struct("=11q11f4x")
+_UPDATE_ROW = struct.Struct("=11q12f")
 """Addresses of p, g, m, v, the scales of m and v, and the remainder; number of elements; position of the first in the
 parameter; keys of p and v; Constants."""
 
@@ -58,9 +58,11 @@ _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITION = tl.constexpr(codes.POSITION)
 _SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
 _E4M3_BIAS = tl.constexpr(codes.E4M3_BIAS)
-_E3M5_BIAS = tl.constexpr(codes.E3M5_BIAS)
-_E3M5_OFFSET = tl.constexpr(codes.E3M5_OFFSET)
-_E3M5_RANGE = tl.constexpr(codes.E3M5_RANGE)
+_LARGEST = tl.constexpr(codes.LARGEST)
+_STEP = tl.constexpr(codes.STEP)
+_WIDTH_SHIFT = tl.constexpr(codes.WIDTH_SHIFT)
+_WIDEST = tl.constexpr(codes.WIDEST)
+_SMALLEST_SCALE_BITS = tl.constexpr(codes.SMALLEST_SCALE_BITS)
 
 
 class _Tables:
@@ -304,6 +306,7 @@ def _update_tile(
     step_size = tl.load(constants + 8)
     bc2_sqrt = tl.load(constants + 9)
     eps_before = tl.load(constants + 10)
+    has_ratios = tl.load(constants + 11) != 0
     gscale = gscale * tl.load(scale)
 
     rows = tl.arange(0, ROWS)
@@ -342,11 +345,13 @@ def _update_tile(
     position = (tl.load(row + 8) + first).to(tl.uint32) + at.to(tl.uint32)
     pair = ((tl.load(row + 8) + first) >> 1).to(tl.uint32) + (at >> 1).to(tl.uint32)
     if CODED:
-        ratio_scale_at = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + block + rows
+        first_scale_at = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + block + rows
         root_scale_at = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + block + rows
-        ratio = _decode_ratio(tl.load(m_at, mask, other), tl.load(ratio_scale_at, row_mask, other), STATE)
-        root = _decode_root(tl.load(v_at, mask, other), tl.load(root_scale_at, row_mask, other))
-        m = ratio * (root + eps_before)
+        first_scale = tl.load(first_scale_at, row_mask, other)
+        width = first_scale.to(tl.int32, bitcast=True) & 0xFF
+        root = _decode_root(tl.load(v_at, mask, other), tl.load(root_scale_at, row_mask, other), width)
+        m = _decode_first(tl.load(m_at, mask, other), first_scale, has_ratios, STATE)
+        m = tl.where(has_ratios, m * (root + eps_before), m)
         v = root * root
     else:
         m = _widen(tl.load(m_at, mask, other))
@@ -399,14 +404,21 @@ def _update_tile(
         tl.store(m_at, _round_half_away(m), mask)
         tl.store(v_at, _round_stochastically(v, pair, tl.load(row + 10), columns), mask)
     else:
-        ratio_scale = _largest(ratio)
-        root_scale = _largest(root)
-        tl.store(ratio_scale_at, ratio_scale, row_mask)
-        tl.store(root_scale_at, root_scale, row_mask)
-        ratio = tl.where(tl.abs(ratio) < float("inf"), ratio, 0.0)
-        root = tl.where(root < float("inf"), root, root_scale[:, None])
-        tl.store(m_at, _encode_ratio(ratio, ratio_scale, STATE), mask)
-        tl.store(v_at, _encode_root(root, root_scale, position, tl.load(row + 10)), mask)
+        stored = tl.where(has_ratios, ratio, ratio * (root + eps))
+        stored = tl.where(tl.abs(stored) < float("inf"), stored, 0.0)
+        largest = tl.max(tl.abs(stored), axis=1).to(tl.int32, bitcast=True)
+        # Roots as bits, which have the order of numbers.
+        bits = tl.where(root < float("inf"), root, 0.0).to(tl.int32, bitcast=True)
+        top = tl.max(bits, axis=1)
+        width = _width(top, tl.min(tl.where(bits > 0, bits, 0x7FFFFFFF), axis=1), width)
+        multiple = tl.maximum(width << _WIDTH_SHIFT, 1)
+        top = (top + multiple - 1) // multiple * multiple
+        bits = tl.where(root < float("inf"), bits, top[:, None])
+        first_scale = ((largest & -256) | width).to(tl.float32, bitcast=True)
+        tl.store(first_scale_at, first_scale, row_mask)
+        tl.store(root_scale_at, top.to(tl.float32, bitcast=True), row_mask)
+        tl.store(m_at, _encode_first(stored, first_scale, has_ratios, STATE), mask)
+        tl.store(v_at, _encode_root(bits, top, width, position, tl.load(row + 10)), mask)
 
 
 # Halves of fp32: formats.py
@@ -452,22 +464,12 @@ def _round_stochastically(x, pair, key, columns):
 
 
 @triton.jit
-def _largest(x):
-    """The largest finite magnitude of each row."""
-    magnitude = tl.abs(x)
-    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis=1)
-
-
-@triton.jit
-def _inverse(scale, over: tl.constexpr):
-    return tl.where(scale >= _SMALLEST_SCALE, tl.div_rn(over, scale), 0.0)[:, None]
-
-
-@triton.jit
-def _decode_ratio(code, scale, STATE: tl.constexpr):
+def _decode_first(code, scale, has_ratios, STATE: tl.constexpr):
     """Codes as uint8 ``[ROWS, BLOCK]`` and scales ``[ROWS]`` to fp32."""
     if STATE == "int8":
-        return code.to(tl.int8, bitcast=True).to(tl.float32) * (scale * (1 / 127))[:, None]
+        x = code.to(tl.int8, bitcast=True).to(tl.float32)
+        share = x * (1 / 127)
+        return tl.where(has_ratios, x * (scale * (1 / 127))[:, None], share * tl.abs(share) * scale[:, None])
     else:
         code = code.to(tl.uint32)
         magnitude = code & 127
@@ -476,26 +478,45 @@ def _decode_ratio(code, scale, STATE: tl.constexpr):
 
 
 @triton.jit
-def _encode_ratio(ratio, scale, STATE: tl.constexpr):
+def _encode_first(stored, scale, has_ratios, STATE: tl.constexpr):
+    inverse = tl.where(scale >= _SMALLEST_SCALE, tl.div_rn(1.0, scale), 0.0)
     if STATE == "int8":
+        root = tl.sqrt_rn(tl.abs(stored) * inverse[:, None])
+        root = tl.where(stored < 0, -root, root)
+        x = tl.where(has_ratios, stored * (inverse * 127.0)[:, None], root * 127.0)
         # The lowest bit of the sum stands for 1, so that adding rounds to an integer, in two's complement.
-        return (ratio * _inverse(scale, 127.0) + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+        return (x + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
     else:
-        bits = (ratio * _inverse(scale, 1.0)).to(tl.int32, bitcast=True)
+        bits = (stored * inverse[:, None]).to(tl.int32, bitcast=True)
         magnitude = (((bits & 0x7FFFFFFF) + (1 << 19)) >> 20) - _E4M3_BIAS
         return (tl.maximum(magnitude, 0) | ((bits >> 24) & 128)).to(tl.uint8)
 
 
 @triton.jit
-def _decode_root(code, scale):
-    bits = (code.to(tl.uint32) + _E3M5_BIAS) << 18
-    return (bits.to(tl.float32, bitcast=True) - _E3M5_OFFSET) * (scale * (1 / _E3M5_RANGE))[:, None]
+def _width(top, least, before):
+    """Of each row: codes.steps."""
+    one: tl.constexpr = (_LARGEST - 2) << _WIDTH_SHIFT
+    width = tl.minimum(tl.maximum((top - least + (one - 1)) // one, 1), _WIDEST)
+    width = tl.where((width <= before) & (8 * width + 7 >= 7 * before), before, width)
+    width = tl.minimum(width, (top - 1) // (_LARGEST << _WIDTH_SHIFT))
+    return tl.where(top >= _SMALLEST_SCALE_BITS, width, 0)
 
 
 @triton.jit
-def _encode_root(root, scale, position, key):
+def _decode_root(code, scale, width):
+    step = width << _WIDTH_SHIFT
+    bottom = scale.to(tl.int32, bitcast=True) - _LARGEST * step
+    code = code.to(tl.int32)
+    return tl.where(code == 0, 0, bottom[:, None] + code * step[:, None]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_root(bits, top, width, position, key):
     """``position`` uint32 and ``key`` as in codes.thresholds."""
-    threshold = (position * _POSITION + key.to(tl.uint32)) >> 16
-    bits = (root * _inverse(scale, _E3M5_RANGE) + _E3M5_OFFSET).to(tl.int32, bitcast=True)
-    code = ((bits + (threshold << 2).to(tl.int32)) >> 18) - _E3M5_BIAS
-    return tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8)
+    threshold = ((position * _POSITION + key.to(tl.uint32)) >> 16).to(tl.int32)
+    step = width << _WIDTH_SHIFT
+    bottom = (top - _LARGEST * step)[:, None]
+    inverse = tl.where(step > 0, tl.div_rn(1.0, step.to(tl.float32)) * _STEP, 0.0)
+    bits = tl.where(bits > 0, tl.maximum(bits, bottom + step[:, None]), 0)
+    above = tl.maximum(bits - bottom, 0).to(tl.float32) * inverse[:, None]
+    return ((above.to(tl.int32) + threshold) >> 16).to(tl.uint8)

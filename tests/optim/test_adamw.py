@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offload.optim
 from offload import OffloadOptimizer
-from offload.optim import formats
+from offload.optim import codes, formats
 
 FORMATS = [(state, master) for state in formats.STATE_DTYPES for master in formats.MASTERS]
 
@@ -578,6 +578,58 @@ def test_states_load_into_every_other_format(state: str, master: str) -> None:
         train(target, [copy], steps)
 
 
+def test_a_state_with_codes_of_earlier_versions_is_converted() -> None:
+    """Of groups without the option ``codes``; what they stand for is written here once more."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randint(1, 256, (700,), generator=generator).to(torch.uint8)
+    m = torch.randint(-127, 128, (700,), generator=generator).to(torch.int8)
+    m_scale, v_scale = torch.rand(2, 3, generator=generator) + 0.5
+    param = weights(700)
+    for state in ("fp32", "int8"):
+        optimizer = offload.optim.AdamW([param], state_dtype=state, master="none")
+        train(optimizer, [param], gradients(1, 700))
+        saved = optimizer.state_dict()
+        saved["state"][0] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": m,
+            "exp_avg_sq": v,
+            "exp_avg_scale": m_scale,
+            "exp_avg_sq_scale": v_scale,
+        }
+        saved["param_groups"][0]["state_dtype"] = "int8"
+        del saved["param_groups"][0]["codes"]
+        optimizer.load_state_dict(saved)
+        block = torch.arange(700) // formats.BLOCK
+        octave, step = v.double().div(32, rounding_mode="floor"), v.double() % 32
+        root = ((1 + step / 32) * 2 ** (octave - 8) - 2**-8) / (63 / 64 - 2**-8) * v_scale[block]
+        eps = 1e-8 * math.sqrt(1 - 0.999**3)
+        ratio = m.double() / 127 * m_scale[block]
+        loaded = offload.optim.to_plain(optimizer)["state"][0]
+        rtol, atol = (2e-6, 0.0) if state == "fp32" else (0.07, 0.015)
+        torch.testing.assert_close(loaded["exp_avg_sq"].double(), root.square(), rtol=rtol, atol=0.0)
+        torch.testing.assert_close(loaded["exp_avg"].double(), ratio * (root + eps), rtol=rtol, atol=atol)
+        assert optimizer.state_dict()["param_groups"][0]["codes"] == "ratios"
+
+
+def test_codes_stay_what_they_are_when_betas_change() -> None:
+    """And a loaded state has those that are best for its betas."""
+    params = [weights(1000), weights(1000)]
+    for param, betas in zip(params, ((0.9, 0.999), (0.9, 0.1)), strict=True):
+        optimizer = offload.optim.AdamW([param], betas=betas, lr=0.0)
+        train(optimizer, [param], gradients(3, 1000, decades=1))
+        other = (0.9, 0.1) if betas[1] > 0.5 else (0.9, 0.999)
+        before = offload.optim.to_plain(optimizer)["state"][0]["exp_avg"]
+        optimizer.param_groups[0]["betas"] = other
+        train(optimizer, [param], [torch.zeros(1000, dtype=torch.bfloat16)])
+        after = offload.optim.to_plain(optimizer)["state"][0]["exp_avg"]
+        torch.testing.assert_close(after, 0.9 * before, rtol=0.05, atol=before.abs().max().item() / 64)
+        again = offload.optim.AdamW([nn.Parameter(param.detach().clone())], betas=betas)
+        again.load_state_dict(optimizer.state_dict())
+        assert again.param_groups[0]["codes"] != optimizer.param_groups[0]["codes"]
+        moved = offload.optim.to_plain(again)["state"][0]["exp_avg"]
+        torch.testing.assert_close(moved, after, rtol=0.05, atol=after.abs().max().item() / 64)
+
+
 @pytest.mark.parametrize("state", formats.STATE_DTYPES)
 def test_optimizers_that_know_no_packed_state_get_moments(state: str) -> None:
     param, copy = weights(1000), weights(1000)
@@ -661,6 +713,42 @@ def test_masters_of_24_bits_are_rounded_up_as_often_as_they_lie_above() -> None:
         formats.join_master(*formats.split_master24(infinite, torch.full((3,), 65535, dtype=torch.int32)))[:2],
         infinite[:2],
     )
+
+
+def test_roots_of_8_bits_are_the_nearest_two_steps_and_zero_alone_is_zero() -> None:
+    """Of every width, element by element: a code is a step away at most, as far up as down on average."""
+    generator = torch.Generator().manual_seed(0)
+    octaves = torch.linspace(0, 20.5, 400)[:, None]
+    root = 2 ** (5 - octaves * torch.rand(400, formats.BLOCK, generator=generator))
+    root[:, 7] = 0.0
+    root = root.view(-1)
+    block = torch.arange(len(root)) // formats.BLOCK
+    width = codes.steps(root, torch.zeros(400))[0] >> codes.WIDTH_SHIFT
+    assert width.min() == 1 and width.max() == codes.WIDEST and len(width.unique()) > 100
+    units = root.view(torch.int32)
+    off = torch.zeros(len(root), dtype=torch.float64)
+    drawn = range(0, 1 << 16, 1 << 10)
+    for threshold in drawn:
+        first = torch.zeros(len(root), dtype=torch.int8), torch.zeros(400)
+        stored = torch.zeros(len(root), dtype=torch.uint8), torch.zeros(400)
+        up = torch.full_like(units, threshold)
+        codes.encode(torch.zeros_like(root), root, up, *first, *stored, "int8", 0.0, True)
+        assert torch.equal(stored[0] == 0, root == 0)
+        v = codes.decode(*first, *stored, "int8", 0.0, True)[1]
+        step = (v.sqrt().view(torch.int32) - units).double() / (width[block] << codes.WIDTH_SHIFT)
+        is_in_reach = (root > 0) & (units >= stored[1].view(torch.int32)[block] - 253 * (width[block] << 12))
+        assert step[is_in_reach].abs().max() < 1.01
+        off += step
+    assert is_in_reach[root > 0].double().mean() > 0.99
+    assert (off[is_in_reach] / len(drawn)).abs().max() < 0.03
+
+
+def test_no_width_of_steps_rounds_a_step_to_zero_or_past_8_bits() -> None:
+    for width in range(1, codes.WIDEST + 1):
+        step = torch.tensor([width << codes.WIDTH_SHIFT], dtype=torch.int32)
+        inverse = 1 / step.float() * codes.STEP
+        one, most = ((n * step).float() * inverse for n in (1, codes.LARGEST))
+        assert one.to(torch.int32) >> 16 == 1 and most.to(torch.int32) + 0xFFFF >> 16 <= 255
 
 
 def test_every_master_survives_being_split() -> None:

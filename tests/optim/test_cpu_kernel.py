@@ -54,12 +54,24 @@ def values(n: int, generator: torch.Generator, decades: float, special_share: fl
     return torch.where(where, special[torch.randint(len(special), (n,), generator=generator)], x)
 
 
-def make(kind: Kind, n: int, *, start: int = 0, seed: int = 0, decades: float | None = None, offset: int = 0) -> Item:
+def make(
+    kind: Kind,
+    n: int,
+    *,
+    start: int = 0,
+    seed: int = 0,
+    decades: float | None = None,
+    offset: int = 0,
+    factor: float = 1.0,
+    has_ratios: bool = True,
+) -> Item:
     """A tensor in the middle of training.
 
     Args:
         decades: of magnitudes; by default many, or few where one large number would make all other codes zero.
         offset: bytes by which every tensor is off its natural place.
+        factor: of what is encoded.
+        has_ratios: codes of the first moment are ratios.
     """
     coded = kind.state in ("int8", "fp8")
     spread = decades or (4 if coded else 12)
@@ -91,10 +103,10 @@ def make(kind: Kind, n: int, *, start: int = 0, seed: int = 0, decades: float | 
         if dtype
     }
     if coded:
-        ratio, root = draw(2), draw().abs()
+        ratio, root = draw(2) * factor, draw().abs() * factor
         threshold = codes.thresholds(start, n, seed, ratio.device)
         stored = [state[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
-        codes.encode(ratio, root, threshold, *stored, kind.state)
+        codes.encode(ratio, root, threshold, *stored, kind.state, 1e-8, has_ratios)
     else:
         state["exp_avg"].copy_(draw())
         state["exp_avg_sq"].copy_(draw(2 * spread).abs())
@@ -116,7 +128,7 @@ def make(kind: Kind, n: int, *, start: int = 0, seed: int = 0, decades: float | 
         start=start,
         key_param=0x9E3779B9 ^ seed,
         key_v=0xDEADBEEF ^ seed,
-        constants=constants(kind),
+        constants=constants(kind)._replace(has_ratios=float(has_ratios)),
     )
 
 
@@ -237,17 +249,50 @@ def test_each_tensor_has_its_own_constants(state, coupled):
 @pytest.mark.parametrize("factor", [0.0, 1e-43, 1e-38, 1e-36])
 def test_scales_whose_inverse_is_out_of_range(state, factor):
     """As at the start, where all is zero, and for parameters whose gradients have been zero for long."""
-    items = [make(Kind("split", state, coupled), 1000) for coupled in (False, True)]
+    items = [make(Kind("split", state, coupled), 1000, factor=factor) for coupled in (False, True)]
     for item in items:
-        assert item.exp_avg_scale is not None and item.exp_avg_sq_scale is not None
         item.grad.zero_()
-        item.exp_avg_scale.mul_(factor)
-        item.exp_avg_sq_scale[2:].zero_()
+        for stored in (item.exp_avg, item.exp_avg_sq, item.exp_avg_scale, item.exp_avg_sq_scale):
+            assert stored is not None
+            stored[2 if len(stored) == 4 else 2 * BLOCK :].zero_()
     expected = clone(items)
     for _ in range(3):
         reference.update(expected)
         cpu.update(items)
     assert_same(items, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+@pytest.mark.parametrize("isa", range(3))
+def test_first_moments_that_are_no_ratios(state, coupled, isa):
+    """Where beta2 is small; with zeros, large numbers, and a block with a gradient that is not finite."""
+    if isa >= len(cpu.instruction_sets()):
+        pytest.skip("this CPU and this compiler have no more instruction sets")
+    items = [make(Kind("split", state, coupled), n, seed=n, has_ratios=False) for n in (3, 256, 5000)]
+    check(items, steps=3, instruction_set=isa)
+    items[2].grad[[300, 600]] = torch.tensor([torch.inf, torch.nan], dtype=torch.bfloat16)
+    expected = clone(items)
+    reference.update(expected)
+    cpu.update(items, instruction_set=isa)
+    own = items[2].param.isnan()
+    assert own.nonzero().flatten().tolist() == [300, 600] and torch.equal(own, expected[2].param.isnan())
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        assert torch.equal(getattr(items[2], name), getattr(expected[2], name)), name
+
+
+@needs_kernel
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+@pytest.mark.parametrize("decades", [1, 12, 30])
+def test_roots_over_any_number_of_decades(state, decades):
+    """Within a block, beyond those that have steps of their own; with zeros, alone and in whole blocks."""
+    item = make(Kind("split", state, False), 20 * BLOCK, decades=decades)
+    item.grad.copy_(torch.where(torch.rand(item.grad.shape) < 0.1, 0.0, item.grad.float()))
+    item.grad[3 * BLOCK : 5 * BLOCK].zero_()
+    for stored in (item.exp_avg, item.exp_avg_sq):
+        stored[4 * BLOCK : 7 * BLOCK].zero_()
+    check([item], steps=4)
 
 
 @needs_kernel

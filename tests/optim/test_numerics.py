@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import adamw_numerics
+import flash_adamw
 import pytest
 import torch
 from torch import Tensor
@@ -54,15 +55,11 @@ PUBLISHED = {
 
 BOUNDS = {
     "spectrum": {"split + bf16": 0.013, "split + int8": 0.07, "split + fp8": 0.09, "stochastic": 0.30},
-    "decades": {"split + bf16": 0.013, "split + int8": 0.6, "split + fp8": 0.6, "stochastic": 0.6},
+    "decades": {"split + bf16": 0.013, "split + int8": 0.2, "split + fp8": 0.2, "stochastic": 0.35},
     "fall": {"split + bf16": 0.011, "split + int8": 0.05, "split + fp8": 0.08, "stochastic": 0.33},
     "rise": {"split + bf16": 0.009, "split + int8": 0.04, "split + fp8": 0.07, "stochastic": 0.22},
 }
-"""Of the error in the change of the weights: twice what is measured.
-
-Over six decades in a block 8-bit formats have 0.5, because elements with the smallest gradients are updated too little,
-and twice that would be a weight that does not move.
-"""
+"""Of the error in the change of the weights: twice what is measured."""
 
 
 @pytest.mark.parametrize("scenario", BOUNDS)
@@ -81,6 +78,52 @@ def test_errors_against_float64(study: ModuleType, scenario: str) -> None:
                 assert ends[name][unit] <= equal * ends[peer][unit], (name, peer, unit)
         # In units of how far weights went; torchao's 8 bits come to 500 over six decades.
         assert ends[name]["worst"] < 4, name
+
+
+ONE_SCALE = {"one scale": 0.03, "one, mean": 0.012, "one, beta1 0": 0.008, "one, beta2 .95": 0.03, "one, beta2 0": 0.05}
+"""Bounds as above, of int8 with an exact master."""
+
+
+@pytest.mark.parametrize("scenario", ONE_SCALE)
+def test_int8_where_gradients_have_one_scale(study: ModuleType, scenario: str) -> None:
+    """Where steps between codes are the finest: no worse than published 8 bits, whatever the master and the betas."""
+    ours = "split + int8", "split24 + int8", "stochastic + int8", "none + int8"
+    theirs = "torchao 8-bit, {}", "bitsandbytes 8-bit, {}"
+    peers = {
+        "exact": [name.format("fp32 weights") for name in theirs],
+        "stochastic": ["torchao 8-bit, stochastic"],
+        "none": [name.format("bf16 weights") for name in theirs],
+    }
+    names = [*ours, *(name for of_group in peers.values() for name in of_group)]
+    error = {name: curves["error"][-1] for name, curves in study.simulate(study.Job(scenario, STEPS, names)).items()}
+    assert error["split + int8"] < ONE_SCALE[scenario]
+    for name in ours:
+        group = study.contenders()[name].group.replace("24 bits", "exact")
+        assert error[name] <= study.JUDGED["error"] * min(error[peer] for peer in peers[group]), (name, error)
+
+
+def test_flash_reference_keeps_what_its_format_has_room_for() -> None:
+    """The study's FlashOptim: codes are the nearest, and weights with 8 and 16 bits beside them have that precision."""
+    generator = torch.Generator().manual_seed(0)
+    m = torch.randn(8, flash_adamw.GROUP, generator=generator)
+    shares = m / m.abs().amax(dim=1, keepdim=True)
+    codes, scale = flash_adamw.encode_first(m)
+    companded = torch.sign(shares) * (2 * shares.abs() / (1 + shares.abs()))
+    assert (codes / 127 - companded).abs().max() <= 0.501 / 127
+    torch.testing.assert_close(flash_adamw.decode_first(codes, scale), m, rtol=0.01, atol=0.02)
+    codes, scale = flash_adamw.encode_second(m.square())
+    torch.testing.assert_close(flash_adamw.decode_second(codes, scale).sqrt(), m.abs(), rtol=1e-3, atol=0.01)
+    for bits, precision in ((24, 2.0**-16), (32, 2.0**-23)):
+        param = torch.nn.Parameter(torch.randn(64, generator=generator).bfloat16())
+        wide = torch.nn.Parameter(param.detach().double())
+        ours = flash_adamw.FlashAdamW([param], lr=1e-3, master_weight_bits=bits)
+        theirs = torch.optim.AdamW([wide], lr=1e-3)
+        gradient = torch.ones(64, dtype=torch.bfloat16)  # the same for all: exact codes
+        param.grad, wide.grad = gradient, gradient.double()
+        ours.step()
+        theirs.step()
+        difference = (ours.weights(param).double() - wide).abs() / wide.abs().clamp(min=2e-3)
+        assert difference.max() < 2 * precision, bits
 
 
 def test_a_learning_rate_below_what_bf16_resolves(study: ModuleType) -> None:
@@ -105,9 +148,10 @@ def test_second_moments_follow_gradients_that_fall(study: ModuleType) -> None:
     Rounded to nearest, as torch rounds it, a second moment in bf16 does not fall: it loses 1/1000 of itself in a step,
     which is less than half of the distance to its neighbour. In 8 bits neither, but for what its whole block loses.
     """
-    lr, steps = study.SCENARIOS["spectrum"].lr, 3000
-    ours = {name: study.Run(study.contenders()[name], lr) for name in ("split + bf16", "split + int8", "split + fp8")}
-    exact, stalled = study.Float64(lr), study.Run(study.contenders()["torch bf16"], lr)
+    scenario, steps = study.SCENARIOS["spectrum"], 3000
+    names = "split + bf16", "split + int8", "split + fp8", "torch bf16"
+    runs = {name: study.Run(study.contenders()[name], scenario) for name in names}
+    exact, stalled, ours = study.Float64(scenario), runs["torch bf16"], {name: runs[name] for name in names[:3]}
     falls = torch.arange(study.ELEMENTS) % 2 == 0
     for step, gradient in enumerate(study.gradients("spectrum", steps)):
         if step >= steps // 2:

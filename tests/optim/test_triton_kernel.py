@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim import reference
+from offload.optim import codes, reference
 from offload.optim.formats import (
     BLOCK,
     PARAM_KINDS,
@@ -144,7 +144,9 @@ def place(request: pytest.FixtureRequest) -> Iterator[Native | Interpreter]:
     interpreter.close()
 
 
-def constants_of(kind: Kind, beta1: float = 0.9, lr: float = 1e-3, gscale: float = 1.0) -> Constants:
+def constants_of(
+    kind: Kind, beta1: float = 0.9, lr: float = 1e-3, gscale: float = 1.0, has_ratios: float = 1.0
+) -> Constants:
     decay = 0.1
     return Constants(
         gscale=gscale,
@@ -158,6 +160,7 @@ def constants_of(kind: Kind, beta1: float = 0.9, lr: float = 1e-3, gscale: float
         step_size=lr / (1 - beta1**3),
         bc2_sqrt=(1 - 0.999**3) ** 0.5,
         eps_before=0.8e-8,
+        has_ratios=has_ratios,
     )
 
 
@@ -183,12 +186,11 @@ def item_of(kind: Kind, count: int, seed: int = 0, start: int = 0, **constants: 
     if kind.state == "bf16":
         m, v = m.bfloat16(), v.bfloat16()
     elif kind.state != "fp32":
-        generator = torch.Generator().manual_seed(seed)
-        m = torch.randint(-128, 128, (count,), dtype=torch.int8, generator=generator)
-        v = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        m_scale, v_scale = (values(-(-count // BLOCK), seed + k, 1e-3).abs() for k in (4, 5))
-        m_scale[1:3] = 0
-        v_scale[1:3] = torch.tensor([0, 1e-38])[: len(v_scale) - 1]
+        ratio, root = m * 30, v.sqrt()
+        m, v = torch.zeros(count, dtype=torch.int8), torch.zeros(count, dtype=torch.uint8)
+        m_scale, v_scale = torch.zeros(2, -(-count // BLOCK))
+        how = kind.state, 1e-8, constants.get("has_ratios", 1.0) != 0
+        codes.encode(ratio, root, codes.thresholds(start, count, seed, m.device), m, m_scale, v, v_scale, *how)
     keys = (2654435761 * (seed + 1)) % 2**32, (2246822519 * (seed + 7)) % 2**32
     return Item(
         kind, p.to(dtype), g.to(dtype), m, v, m_scale, v_scale, remainder, start, *keys, constants_of(kind, **constants)
@@ -232,6 +234,7 @@ def check(
     for before, after in zip(items, wanted, strict=True):
         assert not before.param.numel() or not torch.equal(before.param, after.param)
     assert_same(got, wanted)
+    return got
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
@@ -243,6 +246,25 @@ def test_every_kind_gives_the_bits_of_the_reference(place: Native | Interpreter,
         item_of(kind, TILE + 3 * BLOCK + 77, seed=3, gscale=-1.0),
     ]
     check(place, items)
+
+
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+def test_first_moments_that_are_no_ratios(place: Native | Interpreter, state: str) -> None:
+    """Where beta2 is small."""
+    check(place, [item_of(Kind("split", state, False), 5 * BLOCK + 3, seed=seed, has_ratios=0.0) for seed in (0, 5)])
+
+
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+def test_codes_after_many_steps(place: Native | Interpreter, state: str) -> None:
+    """Rounded in every way: gradients of one size, of many within a block, and none."""
+    item = item_of(Kind("split", state, False), 40 * BLOCK, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        gradient = torch.randn(40 * BLOCK, generator=generator) * 0.01
+        gradient[: 20 * BLOCK] *= 10 ** (-9 * torch.rand(20 * BLOCK, generator=generator))
+        gradient[torch.rand(40 * BLOCK, generator=generator) < 0.1] = 0
+        item = check(place, [item._replace(grad=gradient.bfloat16())])[0]
+        item = copy(item)
 
 
 @pytest.mark.parametrize(

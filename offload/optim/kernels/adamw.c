@@ -162,10 +162,15 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 
 /* Scales below it count as zero, so that their inverse is finite. */
 #define SMALLEST_SCALE 0x1p-120f
+#define SMALLEST_SCALE_BITS ((127 - 120) << 23)
 
 /* Of codes as the upper bits of an fp32 number. */
 #define E4M3_BIAS ((127 - 15) << 3)
-#define E3M5_BIAS ((127 - 8) << 5)
+
+/* Of the roots' codes: the largest one, the unit of their steps, and the widest step in it. */
+#define LARGEST 254
+#define WIDTH_SHIFT 12
+#define WIDEST 161
 
 /* How far thresholds have walked from a block's first pair to its j-th; a table instead of slow multiplications. */
 #define WALK1(j) (uint32_t)(j) * 2 * POSITION
@@ -174,21 +179,30 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 #define WALK64(j) WALK16(j), WALK16(j + 16), WALK16(j + 32), WALK16(j + 48)
 static const _Alignas(64) uint32_t WALKED[PAIRS] = {WALK64(0), WALK64(64)};
 
-/* What is added to sqrt(v): below it, steps are equal. */
-#define E3M5_OFFSET 0x1p-8f
+/* What a step is counted as, a little more than 2^16: however it is rounded, one step above zero is never zero. */
+#define STEP 65536.015625f
 
-/* What the largest code stands for: (1 + 31 / 32) / 2 - E3M5_OFFSET. */
-#define E3M5_RANGE 0x1.f6p-1f
-
-/* What a block's codes are multiplied by to be read, and what numbers are multiplied by to become codes. */
+/* How a block's codes are read: first moments by a factor, roots as the bits of fp32. */
 typedef struct {
-    float ratio, root;
-} scales_t;
+    float first;
+    uint32_t bottom, step;
+} decoding_t;
 
-INLINE scales_t decoding_scales(enum state state, const block_t *b)
+/* And how they are made: roots are numbers of steps, of 2^16. */
+typedef struct {
+    float first, step;
+    uint32_t bottom;
+} encoding_t;
+
+INLINE uint32_t step_of(const block_t *b)
 {
-    const float ratio = state == STATE_INT8 ? (float)(1 / 127.0) : 1.0f;
-    return (scales_t){*b->m_scale * ratio, *b->v_scale * (float)(1 / (double)E3M5_RANGE)};
+    return (as_bits(*b->m_scale) & 0xff) << WIDTH_SHIFT;
+}
+
+INLINE decoding_t decoding_of(enum state state, int has_ratios, const block_t *b)
+{
+    const float factor = state == STATE_INT8 && has_ratios ? (float)(1 / 127.0) : 1.0f;
+    return (decoding_t){*b->m_scale * factor, as_bits(*b->v_scale) - LARGEST * step_of(b), step_of(b)};
 }
 
 INLINE float inverse(float scale)
@@ -196,14 +210,16 @@ INLINE float inverse(float scale)
     return scale >= SMALLEST_SCALE ? 1.0f / scale : 0.0f;
 }
 
-INLINE scales_t encoding_scales(enum state state, const block_t *b)
+INLINE encoding_t encoding_of(enum state state, int has_ratios, const block_t *b)
 {
-    const float ratio = state == STATE_INT8 ? 127.0f : 1.0f;
-    return (scales_t){inverse(*b->m_scale) * ratio, inverse(*b->v_scale) * E3M5_RANGE};
+    /* Moments of int8 have been divided already. */
+    const float first = state == STATE_FP8 ? inverse(*b->m_scale) : has_ratios ? inverse(*b->m_scale) * 127.0f : 127.0f;
+    const uint32_t step = step_of(b);
+    return (encoding_t){first, step ? 1.0f / (float)step * STEP : 0.0f, as_bits(*b->v_scale) - LARGEST * step};
 }
 
 /* `code`: sign-extended. */
-INLINE float decode_ratio(enum state state, int32_t code, float scale)
+INLINE float decode_first(enum state state, int32_t code, float scale)
 {
     if (state == STATE_INT8)
         return (float)code * scale;
@@ -212,7 +228,7 @@ INLINE float decode_ratio(enum state state, int32_t code, float scale)
     return as_float(bits | ((uint32_t)code & 128) << 24) * scale;
 }
 
-INLINE uint32_t encode_ratio(enum state state, float x)
+INLINE uint32_t encode_first(enum state state, float x)
 {
     if (state == STATE_INT8)
         return as_bits(x + 0x1.8p23f) & 255; /* the sum's lowest bit stands for 1: it is rounded to an integer */
@@ -221,16 +237,16 @@ INLINE uint32_t encode_ratio(enum state state, float x)
     return ((uint32_t)(magnitude < 0 ? 0 : magnitude) & 127) | (bits >> 24 & 128);
 }
 
-INLINE float decode_root(uint32_t code, float scale)
+INLINE float decode_root(uint32_t code, const decoding_t *d)
 {
-    return (as_float((code + E3M5_BIAS) << 18) - E3M5_OFFSET) * scale;
+    return as_float(code ? d->bottom + code * d->step : 0);
 }
 
-/* `threshold`: in [0, 65536), of 1: what is added before rounding down. */
-INLINE uint32_t encode_root(float x, uint32_t threshold)
+/* `threshold`: in [0, 65536), of a step: what is added before rounding down. */
+INLINE uint32_t encode_root(float x, const encoding_t *e, uint32_t threshold)
 {
-    const int32_t code = (int32_t)((as_bits(x + E3M5_OFFSET) + (threshold << 2)) >> 18) - E3M5_BIAS;
-    return (uint32_t)(code < 1 ? 1 : code > 255 ? 255 : code);
+    const int32_t above = (int32_t)(as_bits(x) - e->bottom);
+    return ((uint32_t)(int32_t)((float)(above < 0 ? 0 : above) * e->step) + threshold) >> 16;
 }
 
 /* ---- One element ---- */
@@ -286,13 +302,13 @@ typedef struct {
     float p, ratio, root;
 } coded_t;
 
-/* Codes hold sqrt(v), and m as its ratio to sqrt(v) + eps. */
-INLINE coded_t update_coded(const numbers_t *n, int coupled, float p, float g, float ratio, float root)
+/* Codes hold sqrt(v), and of m its ratio to sqrt(v) + eps. */
+INLINE coded_t update_coded(const numbers_t *n, int coupled, float p, float g, float m, float root)
 {
     const struct constants *c = &n->c;
-    const moments_t new = update_moments(n, coupled, p, g, ratio * (root + c->eps_before), root * root);
+    const moments_t new = update_moments(n, coupled, p, g, m, root * root);
     root = sqrtf(new.v);
-    ratio = new.m / (root + c->eps);
+    const float ratio = new.m / (root + c->eps);
     return (coded_t){p * c->decay - c->step_size * ratio, ratio, root};
 }
 
@@ -361,6 +377,11 @@ INLINE uint32_t larger(uint32_t a, uint32_t b)
     return a > b ? a : b;
 }
 
+INLINE uint32_t smaller(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
 /* The bits of a magnitude; 0 where it is infinite or NaN. */
 INLINE uint32_t finite_bits(float x)
 {
@@ -373,26 +394,116 @@ INLINE float finite_or(float x, float otherwise)
     return (as_bits(x) & MAGNITUDE) < INFINITE ? x : otherwise;
 }
 
-/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. */
+/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. Of the
+   first moment, that is m before the update, and after it what is going to be encoded. */
 typedef struct {
-    _Alignas(64) float ratio_even[PAIRS], ratio_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
+    _Alignas(64) float first_even[PAIRS], first_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
 } waiting_t;
+
+/* Roots but zero are as large as the code 1. */
+static void raise_roots(uint32_t lowest, waiting_t *w)
+{
+    for (int j = 0; j < PAIRS; j++) {
+        const uint32_t even = as_bits(w->root_even[j]), odd = as_bits(w->root_odd[j]);
+        w->root_even[j] = as_float(even ? larger(even, lowest) : 0);
+        w->root_odd[j] = as_float(odd ? larger(odd, lowest) : 0);
+    }
+}
+
+/* The scales of a block, out of bits; `least`: of all roots but zero. */
+INLINE void store_scales(const block_t *b, uint32_t largest_first, uint32_t top, uint32_t least, waiting_t *w)
+{
+    const uint32_t one = (LARGEST - 2) << WIDTH_SHIFT, most = (top - 1) / (LARGEST << WIDTH_SHIFT);
+    const uint32_t before = as_bits(*b->m_scale) & 0xff;
+    uint32_t width = (top - least + one - 1) / one;
+    width = width < 1 ? 1 : width > WIDEST ? WIDEST : width;
+    if (width <= before && 8 * width + 7 >= 7 * before)
+        width = before;
+    width = top < SMALLEST_SCALE_BITS ? 0 : width > most ? most : width;
+    const uint32_t step = width << WIDTH_SHIFT;
+    if (width)
+        top = (top + step - 1) / step * step;
+    *b->m_scale = as_float((largest_first & ~0xffu) | width);
+    *b->v_scale = as_float(top);
+    const uint32_t lowest = top - (LARGEST - 1) * step;
+    if (width && lowest > least)
+        raise_roots(lowest, w);
+}
+
+/* The least bits of a block's roots, passing over zero and what is not finite. */
+static uint32_t least_but_zero(const waiting_t *w)
+{
+    uint32_t below = UINT32_MAX;
+    for (int j = 0; j < PAIRS; j++)
+        below = smaller(below, smaller(finite_bits(w->root_even[j]) - 1, finite_bits(w->root_odd[j]) - 1));
+    return below + 1;
+}
 
 /* The scales of a block in which something is not finite, which is replaced by what is encoded in its stead. */
 static void scale_what_is_finite(const block_t *b, waiting_t *w)
 {
-    uint32_t ratio_bits = 0, root_bits = 0;
+    uint32_t first = 0, top = 0;
     for (int j = 0; j < PAIRS; j++) {
-        ratio_bits = larger(ratio_bits, larger(finite_bits(w->ratio_even[j]), finite_bits(w->ratio_odd[j])));
-        root_bits = larger(root_bits, larger(finite_bits(w->root_even[j]), finite_bits(w->root_odd[j])));
+        first = larger(first, larger(finite_bits(w->first_even[j]), finite_bits(w->first_odd[j])));
+        top = larger(top, larger(finite_bits(w->root_even[j]), finite_bits(w->root_odd[j])));
     }
-    *b->m_scale = as_float(ratio_bits);
-    *b->v_scale = as_float(root_bits);
     for (int j = 0; j < PAIRS; j++) {
-        w->ratio_even[j] = finite_or(w->ratio_even[j], 0);
-        w->ratio_odd[j] = finite_or(w->ratio_odd[j], 0);
+        w->first_even[j] = finite_or(w->first_even[j], 0);
+        w->first_odd[j] = finite_or(w->first_odd[j], 0);
+    }
+    store_scales(b, first, top, least_but_zero(w), w);
+    for (int j = 0; j < PAIRS; j++) {
         w->root_even[j] = finite_or(w->root_even[j], *b->v_scale);
         w->root_odd[j] = finite_or(w->root_odd[j], *b->v_scale);
+    }
+}
+
+INLINE void decode_block(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
+{
+    const int has_ratios = n->c.has_ratios != 0;
+    const decoding_t old = decoding_of(state, has_ratios, b);
+    const float eps = n->c.eps_before;
+#pragma omp simd
+    for (int j = 0; j < PAIRS; j++) {
+        const int32_t m = (int16_t)((const u16_t *)b->m)[j];
+        const uint32_t v = ((const u16_t *)b->v)[j];
+        w->root_even[j] = decode_root(v & 255, &old);
+        w->root_odd[j] = decode_root(v >> 8, &old);
+        w->first_even[j] = decode_first(state, (int8_t)m, old.first);
+        w->first_odd[j] = decode_first(state, m >> 8, old.first);
+        if (has_ratios) {
+            w->first_even[j] *= w->root_even[j] + eps;
+            w->first_odd[j] *= w->root_odd[j] + eps;
+        }
+    }
+    if (state == STATE_FP8 || has_ratios)
+        return;
+    const int8_t *code = (const int8_t *)b->m;
+    for (int j = 0; j < PAIRS; j++) {
+        const float even = code[2 * j] * (float)(1 / 127.0), odd = code[2 * j + 1] * (float)(1 / 127.0);
+        w->first_even[j] = even * fabsf(even) * old.first;
+        w->first_odd[j] = odd * fabsf(odd) * old.first;
+    }
+}
+
+/* First moments again, out of ratios; returns the largest one's bits. */
+static uint32_t moments_of_ratios(float eps, waiting_t *w)
+{
+    uint32_t bits = 0;
+    for (int j = 0; j < PAIRS; j++) {
+        w->first_even[j] *= w->root_even[j] + eps;
+        w->first_odd[j] *= w->root_odd[j] + eps;
+        bits = larger(bits, larger(as_bits(w->first_even[j]) & MAGNITUDE, as_bits(w->first_odd[j]) & MAGNITUDE));
+    }
+    return bits;
+}
+
+/* What is stored of moments in int8: square roots of their shares of the largest. */
+static void take_roots(float inverse, waiting_t *w)
+{
+    for (int j = 0; j < PAIRS; j++) {
+        w->first_even[j] = copysignf(sqrtf(fabsf(w->first_even[j]) * inverse), w->first_even[j]);
+        w->first_odd[j] = copysignf(sqrtf(fabsf(w->first_odd[j]) * inverse), w->first_odd[j]);
     }
 }
 
@@ -400,47 +511,44 @@ static void scale_what_is_finite(const block_t *b, waiting_t *w)
 INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b,
                                waiting_t *w)
 {
-    const scales_t old = decoding_scales(state, b);
-    uint32_t ratio_bits = 0, root_bits = 0;
-#pragma omp simd
-    for (int j = 0; j < PAIRS; j++) {
-        const int32_t m = (int16_t)((const u16_t *)b->m)[j];
-        const uint32_t v = ((const u16_t *)b->v)[j];
-        w->ratio_even[j] = decode_ratio(state, (int8_t)m, old.ratio);
-        w->ratio_odd[j] = decode_ratio(state, m >> 8, old.ratio);
-        w->root_even[j] = decode_root(v & 255, old.root);
-        w->root_odd[j] = decode_root(v >> 8, old.root);
-    }
-#pragma omp simd reduction(max : ratio_bits, root_bits)
+    uint32_t largest_first = 0, top = 0, least = UINT32_MAX;
+    decode_block(state, n, b, w);
+#pragma omp simd reduction(max : largest_first, top) reduction(min : least)
     for (int j = 0; j < PAIRS; j++) {
         const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
-        const coded_t even = update_coded(n, coupled, p.even, g.even, w->ratio_even[j], w->root_even[j]);
-        const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->ratio_odd[j], w->root_odd[j]);
-        ratio_bits = larger(ratio_bits, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
-        root_bits = larger(root_bits, larger(as_bits(even.root) & MAGNITUDE, as_bits(odd.root) & MAGNITUDE));
-        w->ratio_even[j] = even.ratio;
-        w->ratio_odd[j] = odd.ratio;
+        const coded_t even = update_coded(n, coupled, p.even, g.even, w->first_even[j], w->root_even[j]);
+        const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->first_odd[j], w->root_odd[j]);
+        largest_first = larger(largest_first, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
+        top = larger(top, larger(as_bits(even.root), as_bits(odd.root)));
+        least = smaller(least, smaller(as_bits(even.root), as_bits(odd.root)));
+        w->first_even[j] = even.ratio;
+        w->first_odd[j] = odd.ratio;
         w->root_even[j] = even.root;
         w->root_odd[j] = odd.root;
         store_param(param, b, j, even.p, odd.p);
     }
-    *b->m_scale = as_float(ratio_bits);
-    *b->v_scale = as_float(root_bits);
-    if (larger(ratio_bits, root_bits) >= INFINITE)
+    const int has_ratios = n->c.has_ratios != 0;
+    if (!has_ratios)
+        largest_first = moments_of_ratios(n->c.eps, w);
+    if (larger(largest_first, top) >= INFINITE)
         scale_what_is_finite(b, w);
+    else
+        store_scales(b, largest_first, top, least || !top ? least : least_but_zero(w), w);
+    if (!has_ratios && state == STATE_INT8)
+        take_roots(inverse(*b->m_scale), w);
 }
 
-INLINE void encode_block(enum state state, const block_t *b, const waiting_t *w)
+INLINE void encode_block(enum state state, const numbers_t *n, const block_t *b, const waiting_t *w)
 {
-    const scales_t new = encoding_scales(state, b);
+    const encoding_t new = encoding_of(state, n->c.has_ratios != 0, b);
     const uint32_t first_even = 2 * b->pair * POSITION + b->key_v, first_odd = first_even + POSITION;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t even = first_even + WALKED[j], odd = first_odd + WALKED[j];
-        ((u16_t *)b->m)[j] = (uint16_t)(encode_ratio(state, w->ratio_even[j] * new.ratio) |
-                                        encode_ratio(state, w->ratio_odd[j] * new.ratio) << 8);
-        ((u16_t *)b->v)[j] = (uint16_t)(encode_root(w->root_even[j] * new.root, even >> 16) |
-                                        encode_root(w->root_odd[j] * new.root, odd >> 16) << 8);
+        ((u16_t *)b->m)[j] = (uint16_t)(encode_first(state, w->first_even[j] * new.first) |
+                                        encode_first(state, w->first_odd[j] * new.first) << 8);
+        ((u16_t *)b->v)[j] = (uint16_t)(encode_root(w->root_even[j], &new, even >> 16) |
+                                        encode_root(w->root_odd[j], &new, odd >> 16) << 8);
     }
 }
 
@@ -480,7 +588,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
     for (int64_t i = 0; i < blocks; i++) {
         update_coded_block(param, state, coupled, &numbers, &b, &waiting[i % 2]);
         if (i > 0)
-            encode_block(state, &before, &waiting[(i - 1) % 2]);
+            encode_block(state, &numbers, &before, &waiting[(i - 1) % 2]);
         before = b;
         b.p += BLOCK * param_bytes(param);
         b.g += BLOCK * param_bytes(param);
@@ -493,7 +601,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         b.pair += PAIRS;
     }
     if (blocks > 0)
-        encode_block(state, &before, &waiting[(blocks - 1) % 2]);
+        encode_block(state, &numbers, &before, &waiting[(blocks - 1) % 2]);
 }
 
 /* One function for each kind. */

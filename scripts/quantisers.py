@@ -2,11 +2,12 @@
 
     python scripts/quantisers.py                  # records scripts/results/quantisers.json and .png
     python scripts/quantisers.py --steps 10000    # longer
+    python scripts/quantisers.py --add            # what the record lacks alone
 
 Every candidate sees the same gradients as AdamW in float64. A step decodes the moments, updates them in fp32, takes the
 update from the unrounded moments and encodes them again, with one scale per block of 256 elements. A format is first
 tried on one moment while the other stays in fp32, then in pairs. torchao and bitsandbytes run as published, torchao
-without ``torch.compile``.
+without ``torch.compile``. ``int8`` and ``fp8`` are the codes of offload.optim themselves.
 
 Formats are written as functions of x, a moment over its block's largest magnitude:
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import multiprocessing
 import os
@@ -37,6 +39,8 @@ from typing import Any, NamedTuple
 import torch
 from study import RESULTS, description, gradient_scales, save, significant
 from torch import Tensor
+
+from offload.optim import codes
 
 RECORD, PICTURE = RESULTS / "quantisers.json", RESULTS / "quantisers.png"
 BLOCK, ROWS = 256, 16
@@ -245,6 +249,32 @@ class Adam:
         return ratio * (correction / (1 - beta1**step)), root
 
 
+class Packed:
+    """The codes of offload.optim."""
+
+    def __init__(self, state_dtype: str, betas: tuple[float, float]) -> None:
+        self.state_dtype, self.betas, self.before = state_dtype, betas, 0.0
+        self.stored = (
+            torch.zeros(ROWS * BLOCK, dtype=torch.int8),
+            torch.zeros(ROWS),
+            torch.zeros(ROWS * BLOCK, dtype=torch.uint8),
+            torch.zeros(ROWS),
+        )
+
+    def step(self, gradient: Tensor, step: int, offsets: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """As :meth:`Adam.step`."""
+        (beta1, beta2), flat = self.betas, gradient.reshape(-1)
+        correction = math.sqrt(1 - beta2**step)
+        m, v = codes.decode(*self.stored, self.state_dtype, self.before, True)
+        self.before = eps = EPS * correction
+        root = (beta2 * v + (1 - beta2) * flat * flat).sqrt()
+        ratio = (beta1 * m + (1 - beta1) * flat) / (root + eps)
+        threshold = codes.thresholds(0, len(flat), codes.GOLDEN_RATIO * step, flat.device)
+        codes.encode(ratio, root, threshold, *self.stored, self.state_dtype, eps, True)
+        shape = gradient.shape
+        return (ratio * (correction / (1 - beta1**step))).view(shape), root.view(shape)
+
+
 class Published:
     """An optimizer of torchao or bitsandbytes, its update read off fp32 parameters that are zeroed before each step."""
 
@@ -313,14 +343,23 @@ def thresholds(step: int) -> list[Tensor]:
     return [((walked + start) % 2**32 // 2**16).float() * 2.0**-16 for start in (0, 0x55555555)]
 
 
-def simulate(job: tuple[str, tuple[float, float], int, list[Candidate]]) -> dict[str, Any]:
-    """All candidates and the published optimizers on one scenario; returns summary and curves by candidate."""
-    scenario, betas, steps, chosen = job
+class Job(NamedTuple):
+    scenario: str
+    betas: tuple[float, float]
+    steps: int
+    candidates: list[Candidate]
+    others: list[str]
+    """Of :data:`PUBLISHED` and :data:`CHOSEN`."""
+
+
+def simulate(job: Job) -> dict[str, Any]:
+    """All candidates and the others on one scenario; returns summary and curves by candidate."""
+    scenario, betas, steps, chosen, others = job
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
     beta1, beta2 = betas
-    runs: dict[str, Adam | Published] = {candidate.name: Adam(candidate, betas) for candidate in chosen}
-    runs |= {name: Published(name, betas) for name in PUBLISHED}
+    runs: dict[str, Adam | Packed | Published] = {candidate.name: Adam(candidate, betas) for candidate in chosen}
+    runs |= {name: Packed(name, betas) if name in CHOSEN else Published(name, betas) for name in others}
     total = {name: torch.zeros(ROWS, BLOCK, dtype=torch.float64) for name in runs}
     blow_up = dict.fromkeys(runs, 0.0)
     curves: dict[str, dict[str, list[float]]] = {name: {"error": [], "drift": [], "bias": []} for name in runs}
@@ -361,10 +400,7 @@ def simulate(job: tuple[str, tuple[float, float], int, list[Candidate]]) -> dict
     }
 
 
-CHOSEN = {
-    "int8": Candidate("ratio linear", "nearest", "root gradual 3m5 >0", "dither"),
-    "fp8": Candidate("ratio e4m3", "nearest", "root gradual 3m5 >0", "dither"),
-}
+CHOSEN = ("int8", "fp8")
 METRICS = ("drift", "blow_up", "error")
 
 
@@ -396,15 +432,14 @@ def draw(record: dict[str, Any]) -> None:
     above, below = parts
     axes = above.subplots(len(BETAS), len(SCENARIOS), sharex=True)
     for axis, row in zip(axes.flat, results, strict=True):
-        for name, color in zip((*record["chosen"].values(), *PUBLISHED), ("C0", "C2", "C3", "C1"), strict=True):
+        for name, color in zip((*CHOSEN, *PUBLISHED), ("C0", "C2", "C3", "C1"), strict=True):
             curve = row["candidates"][name]["curves"]["drift"]
             axis.semilogy([(i + 1) * record["steps"] / len(curve) for i in range(len(curve))], curve, color, label=name)
         axis.set_title(f"{row['scenario']}, beta2 {row['betas'][1]}", fontsize=9)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    labels = [{value: f"{key} ({value})" for key, value in record["chosen"].items()}.get(x, x) for x in labels]
-    above.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=9)
+    above.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9)
     above.supylabel("drift of the summed updates", fontsize=9)
     axis = below.subplots()
     table = [[row["candidates"][name]["drift"] for row in results] for name in names]
@@ -417,7 +452,7 @@ def draw(record: dict[str, Any]) -> None:
     axis.set_xticks(range(len(results)), [f"{row['scenario']}\n{row['betas'][1]}" for row in results], fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     for label in axis.get_yticklabels():
-        if label.get_text() in (*PUBLISHED, *record["chosen"].values()):
+        if label.get_text() in (*PUBLISHED, *CHOSEN):
             label.set_fontweight("bold")
     axis.set_title(f"drift after {record['steps']} steps, in per cent", fontsize=10)
     below.colorbar(image, ax=axis, pad=0.01)
@@ -427,31 +462,42 @@ def draw(record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="nothing is recorded of fewer than 2000")
-    parser.add_argument("--pairs-only", action="store_true", help="leave out the formats of one moment alone")
+    parser.add_argument("--add", action="store_true", help="keep what the record has, but for int8 and fp8")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    chosen = PAIRS if arguments.pairs_only else candidates()
-    jobs = [(scenario, betas, arguments.steps, chosen) for betas in BETAS for scenario in SCENARIOS]
+    known: dict[tuple[str, float], dict[str, Any]] = {}
+    if arguments.add and (before := json.loads(RECORD.read_text()))["steps"] == arguments.steps:
+        known = {(row["scenario"], row["betas"][1]): row["candidates"] for row in before["results"]}
+    jobs = []
+    for betas in BETAS:
+        for scenario in SCENARIOS:
+            there = known.get((scenario, betas[1]), {})
+            others = [*CHOSEN, *(name for name in PUBLISHED if name not in there)]
+            new = [one for one in candidates() if one.name not in there]
+            jobs.append(Job(scenario, betas, arguments.steps, new, others))
     results: list[dict[str, Any]] = []
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for (scenario, betas, *_), outcome in zip(jobs, pool.imap(simulate, jobs), strict=True):
-            results.append({"scenario": scenario, "betas": betas, "candidates": outcome})
-            shown = (*(pair.name for pair in CHOSEN.values()), *PUBLISHED)
-            print(scenario, betas, {name: significant(outcome[name]["drift"]) for name in shown}, flush=True)
-    names = {dtype: pair.name for dtype, pair in CHOSEN.items()}
-    worse = {dtype: verdict(results, name) for dtype, name in names.items()}
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        for job, outcome in zip(jobs, pool.imap(simulate, jobs), strict=True):
+            kept, names = known.get((job.scenario, job.betas[1]), {}), [one.name for one in candidates()]
+            merged = {name: outcome.get(name) or kept[name] for name in (*names, *CHOSEN, *PUBLISHED)}
+            results.append({"scenario": job.scenario, "betas": job.betas, "candidates": merged})
+            shown = (*CHOSEN, *PUBLISHED)
+            print(job.scenario, job.betas, {name: significant(merged[name]["drift"]) for name in shown}, flush=True)
+    worse = {name: verdict(results, name) for name in CHOSEN}
     for dtype, found in worse.items():
         print(dtype, "is worse than torchao or bitsandbytes in", found or "nothing")
     if arguments.steps < 2000:
         return
     for row in results:
         for name, outcome in row["candidates"].items():
-            curves = outcome.pop("curves")
-            if name in (*names.values(), *PUBLISHED):
-                outcome["curves"] = {metric: curve[1::2] for metric, curve in curves.items()}
+            curves = outcome.pop("curves", None)
+            if name in (*CHOSEN, *PUBLISHED):
+                halved = {metric: curve[1::2] if len(curve) == SAMPLES else curve for metric, curve in curves.items()}
+                outcome["curves"] = halved
     record = {
         **description(
             "8-bit moments of AdamW against float64",
-            f"python scripts/quantisers.py --steps {arguments.steps}" + " --pairs-only" * arguments.pairs_only,
+            f"python scripts/quantisers.py --steps {arguments.steps}",
         ),
         "steps": arguments.steps,
         "elements": ROWS * BLOCK,
@@ -462,7 +508,6 @@ def main() -> None:
             "error": "median over the steps of ||update - exact|| / ||exact||",
             "bias": "mean log of sqrt(v) / exact sqrt(v) at the end",
         },
-        "chosen": names,
         "worse_than_published": worse,
         "results": significant(results),
     }

@@ -520,12 +520,19 @@ INLINE void update_coded_block(enum param param, enum state state, int coupled, 
         const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->first_odd[j], w->root_odd[j]);
         largest_first = larger(largest_first, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
         top = larger(top, larger(as_bits(even.root), as_bits(odd.root)));
-        least = smaller(least, smaller(as_bits(even.root), as_bits(odd.root)));
+        if (param != PARAM_STOCHASTIC || coupled)
+            least = smaller(least, smaller(as_bits(even.root), as_bits(odd.root)));
         w->first_even[j] = even.ratio;
         w->first_odd[j] = odd.ratio;
         w->root_even[j] = even.root;
         w->root_odd[j] = odd.root;
         store_param(param, b, j, even.p, odd.p);
+    }
+    /* On its own where random bits need the registers too: compilers spilled others for it, at a tenth of the speed. */
+    if (param == PARAM_STOCHASTIC && !coupled) {
+#pragma omp simd reduction(min : least)
+        for (int j = 0; j < PAIRS; j++)
+            least = smaller(least, smaller(as_bits(w->root_even[j]), as_bits(w->root_odd[j])));
     }
     const int has_ratios = n->c.has_ratios != 0;
     if (!has_ratios)

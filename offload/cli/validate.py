@@ -72,7 +72,7 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     Raises:
         UserError: the problems, one per line.
     """
-    from offload.config.loading import load_and_check
+    from offload.config.loading import check_without_effects
     from offload.device import is_here
     from offload.tiny import register_resolvers
 
@@ -81,7 +81,9 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     if schema is None:
         raise UserError(f"{recipe.name} declares no class Settings, so it has nothing to check against")
     register_resolvers()
-    _, settings = load_and_check(config, overrides, schema, notes)
+    settings = check_without_effects(config, overrides, schema, notes)
+    if settings is None:
+        return
     for each in list(vars(module).values()):
         if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check"):
             device, _, reason = each.check(settings, elsewhere=True)

@@ -457,6 +457,15 @@ def load_and_check(path: Path, overrides: Sequence[str], schema: type[S], notes:
     return cfg, to_settings(cfg, schema)
 
 
+def check_without_effects(path: Path, overrides: Sequence[str], schema: type[S], notes: list[str]) -> S | None:
+    """:func:`load_and_check` for what does not run: None in place of settings that a resolver, which may prepare files,
+    would have to give.
+    """
+    cfg = load_config(path, overrides, notes=notes, schema=schema)
+    check_config(cfg, schema)
+    return None if _has_unknown(resolved_tree(cfg, []), schema) else to_settings(cfg, schema)
+
+
 def instantiate(
     node: DictConfig | Mapping[str, Any] | None,
     *args: Any,

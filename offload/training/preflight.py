@@ -64,6 +64,7 @@ def check_run(
     Raises:
         UserError: names the key, and the way out.
     """
+    tree = _tree_of(settings.model)
     with _trying():
         check_activations(
             checkpointing=settings.enable_activation_checkpointing,
@@ -71,14 +72,14 @@ def check_run(
             device=device,
         )
         with contextlib.suppress(LocalModuleError):
-            if _is_known(settings.loss):
+            if _is_known(settings.loss, tree):
                 check_loss(instantiate(settings.loss), settings.loss["_component_"])
-        model = check_model(settings.model, dtype)
+        model = check_model(settings.model, dtype, tree)
         if model is not None and leave_trainable is not None:
             leave_trainable(model)
         with contextlib.suppress(LocalModuleError):
-            if _is_known(settings.optimizer):
-                _check_optimizer(settings, model, device, dtype)
+            if _is_known(settings.optimizer, tree):
+                _check_optimizer(settings, model, device, dtype, tree)
         with contextlib.suppress(LocalModuleError):
             if settings.metric_logger is not None:
                 _check_imports(settings.metric_logger, "metric_logger")
@@ -92,23 +93,31 @@ def _trying() -> Iterator[None]:
         yield
 
 
-def _is_known(section: DictConfig) -> bool:
-    """Whether every value in a section of a configuration can be had without calling a resolver of ours."""
+def _is_known(section: DictConfig, tree: dict[str, Any]) -> bool:
+    """Whether every value in a section can be had without calling a resolver of ours, by :func:`_tree_of` it."""
+    key = str(section._get_full_key(None)).replace("[", ".").replace("]", "")
+    return not any(isinstance(value, Unknown) for _, value in walk(get_at(tree, tuple(key.split(".")))))
+
+
+def _tree_of(section: DictConfig) -> dict[str, Any]:
+    """The values of the whole configuration that a section is part of."""
     root = section._get_root()
     assert isinstance(root, DictConfig)
-    tree = resolved_tree(root, [])
-    key = section._get_full_key(None)
-    here = get_at(tree, tuple(str(key).replace("[", ".").replace("]", "").split(".")))
-    return not any(isinstance(value, Unknown) for _, value in walk(here))
+    return resolved_tree(root, [])
 
 
-def check_model(section: DictConfig, dtype: torch.dtype) -> nn.Module | None:
+def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | None = None) -> nn.Module | None:
     """The ``model`` component on the meta device; None where only a run can build it.
+
+    Args:
+        section: the component.
+        dtype: of the parameters.
+        tree: the configuration's values, where they are at hand.
 
     Raises:
         UserError: it cannot be built from its arguments.
     """
-    if not _is_known(section):
+    if not _is_known(section, _tree_of(section) if tree is None else tree):
         return None
     path = section["_component_"]
     try:
@@ -168,7 +177,11 @@ def check_loss(loss: Any, path: str) -> None:
 
 
 def _check_optimizer(
-    settings: TrainSettings, model: nn.Module | None, device: torch.device, dtype: torch.dtype
+    settings: TrainSettings,
+    model: nn.Module | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    tree: dict[str, Any],
 ) -> None:
     """Build the optimizer over stand-ins, and ask it for the recipe's settings; then the schedule over it."""
     section = settings.optimizer
@@ -189,7 +202,7 @@ def _check_optimizer(
         clip_grad_norm=settings.clip_grad_norm,
     )
     with contextlib.suppress(LocalModuleError):
-        if settings.lr_scheduler is not None and _is_known(settings.lr_scheduler):
+        if settings.lr_scheduler is not None and _is_known(settings.lr_scheduler, tree):
             build_scheduler(settings.lr_scheduler, optimizer, NUM_STEPS)
 
 

@@ -436,7 +436,7 @@ def _to_section(node: DictConfig, schema: type[S], at: KeyPath) -> S:
 def _to_value(value: Any, annotation: Any, at: KeyPath) -> Any:
     members, _ = members_of(annotation)
     if isinstance(value, DictConfig):
-        if Component in members and "_component_" in value:
+        if Component in members and "_component_" in list(value):  # `in value` would resolve it
             return value
         section = section_type(annotation)
         if section is not None:

@@ -37,7 +37,7 @@ from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
-from offload.training.optimizer import check_optimizer, check_resumed, evaluation_weights, set_mode
+from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
 from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
@@ -109,7 +109,6 @@ class FinetuneRecipe:
         Raises:
             UserError: names the key, and the way out.
         """
-        check_optimizer(settings.optimizer)
         device, reason = find_device(settings.device, elsewhere=elsewhere)
         dtype = find_dtype(settings.dtype, device)
         check_run(settings, device, dtype, cls.leave_trainable)

@@ -35,6 +35,7 @@ from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.training.activations import check_activations
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
+from offload.training.optimizer import check_optimizer
 from offload.training.settings import TrainSettings
 from offload.training.step import build_scheduler, check_training
 
@@ -81,7 +82,7 @@ def check_run(
             if _is_known(settings.optimizer, tree):
                 _check_optimizer(settings, model, device, dtype, tree)
         with contextlib.suppress(LocalModuleError):
-            if settings.metric_logger is not None:
+            if settings.metric_logger is not None and _is_known(settings.metric_logger, tree):
                 _check_imports(settings.metric_logger, "metric_logger")
 
 
@@ -185,6 +186,7 @@ def _check_optimizer(
 ) -> None:
     """Build the optimizer over stand-ins, and ask it for the recipe's settings; then the schedule over it."""
     section = settings.optimizer
+    check_optimizer(section)
     kind = resolve(section["_component_"], key="optimizer._component_")
     if kind is TorchAOCPUOffloadOptimizer and not is_here(device):
         return  # it takes parameters of an accelerator alone

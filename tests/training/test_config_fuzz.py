@@ -17,13 +17,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from offload import tiny
 from offload.cli import registry
 from offload.cli.validate import load_recipe
 from offload.component import installed_only
+from offload.config.loading import check_without_effects
+from offload.config.yaml_files import dotted, walk
 from offload.errors import UserError
-from offload.training import tiny
-from offload.training.config import check_without_effects
-from offload.training.config_yaml import dotted, walk
 
 BASE = registry.our_configs()["tiny_llama_offload"].read_text(encoding="utf-8")
 TREE = yaml.safe_load(BASE)

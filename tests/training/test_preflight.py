@@ -117,6 +117,8 @@ def test_every_shipped_config_passes(capsys: pytest.CaptureFixture[str], name: s
         ["optimizer=bitsandbytes.optim.AdamW8bit"],
         ["optimizer=torchao.optim.AdamW8bit"],
         ["loss=torch.nn.CrossEntropyLoss"],
+        ["optimizer._component_=${tiny_llama:train}"],
+        ["metric_logger._component_=${tiny_llama:train}"],
         ["output_dir=${tiny_llama:checkpoint}"],  # a resolver that prepares files is not called
         ["loss=torchtune.modules.loss.CEWithChunkedOutputLoss"],
         ["metric_logger=null", "lr_scheduler=null", "evaluation=null"],

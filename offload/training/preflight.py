@@ -30,6 +30,7 @@ from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.models.huggingface import from_pretrained
 from offload.models.torchtune.building import build_model
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
@@ -123,6 +124,8 @@ def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | 
     path = section["_component_"]
     try:
         component = resolve(path, key="model._component_")
+        if component is from_pretrained:
+            return None  # its folder has it
         given = arguments_of(section)
         signature = components.signature_of(component, given)
         for name, parameter in signature.parameters.items():
@@ -194,9 +197,10 @@ def _check_optimizer(
     named = _stand_ins(
         model, device if is_here(device) and kind is not OffloadOptimizer else torch.device("cpu"), dtype
     )
-    if model is None and "offload_states" in section:
-        section = section.copy()  # patterns on names that are not known
-        section.pop("offload_states")
+    if model is None:
+        section = section.copy()
+        for patterns in ("offload_states", "param_groups"):  # on names that are not known
+            section.pop(patterns, None)
     optimizer = instantiate(section, named)
     check_training(
         optimizer,

@@ -113,6 +113,7 @@ def test_every_shipped_config_passes(capsys: pytest.CaptureFixture[str], name: s
     [
         ["~model.num_heads"],  # its sizes come from the base checkpoint's config.json
         ["~model.num_heads", "optimizer.strategy=stream", "optimizer.offload_states=momentum/.*"],
+        ["model=offload.models.huggingface.from_pretrained", "model.path=/nowhere/yet", "checkpointer=null"],
         ["optimizer=torch.optim.SGD", "optimizer.momentum=0.9"],
         ["optimizer=bitsandbytes.optim.AdamW8bit"],
         ["optimizer=torchao.optim.AdamW8bit"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,7 @@ class Progress:
         self._started = self._printed = clock()
         self._text = ""
         self._bar: Any = None
-        if self._stream.isatty():
+        if self._stream.isatty() and _has_lines(self._stream):
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -112,6 +113,14 @@ class Progress:
         if self._step < self._total and done:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
+
+
+def _has_lines(terminal: TextIO) -> bool:
+    """Whether a terminal has a size: on one of 0 lines, as some containers give, tqdm shows nothing."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).lines > 0
+    except (OSError, ValueError):
+        return True
 
 
 def summary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -59,6 +60,16 @@ def test_on_a_terminal_it_is_a_bar_with_the_values_and_the_time_left() -> None:
     assert "4/4" in last and "100%" in last
     assert "loss 1.2500, 87 tok/s, 3.50 GiB" in last
     assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "elapsed<left"
+
+
+def test_on_a_terminal_without_a_size_lines_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(stream, "fileno", lambda: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((0, 0)))
+    progress = Progress(1, stream=stream, clock=Clock())
+    progress.update(1, loss=3.0)
+    progress.close()
+    assert stream.getvalue() == "step 1/1, loss 3.0000, 0.0 s so far\n"
 
 
 def test_a_line_said_while_a_bar_is_shown_does_not_tear_it() -> None:

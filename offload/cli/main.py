@@ -1,4 +1,4 @@
-"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download``.
+"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push``.
 
 It answers for our recipes and configs and for torchtune's. What belongs to torchtune is handed on to its own
 command, imported at that moment and not before.
@@ -60,7 +60,7 @@ examples:
 """
 
 
-_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download")
+_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,9 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
     validate.set_defaults(execute=_validate)
 
-    from offload.cli import download
+    from offload.cli import download, push
 
     download.add_parser(commands)
+    push.add_parser(commands)
     return parser
 
 

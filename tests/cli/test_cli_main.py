@@ -324,7 +324,7 @@ def test_help_names_every_command(capsys):
     assert main([]) == 0
     assert main_exits(["--help"]) == 0
     for out in capsys.readouterr().out.split("usage:")[1:]:
-        assert all(f"    {command} " in out for command in ("run", "ls", "cp", "cat", "validate", "download"))
+        assert all(f"    {command} " in out for command in ("run", "ls", "cp", "cat", "validate", "download", "push"))
 
 
 def main_exits(words: list[str]) -> object:
@@ -343,6 +343,7 @@ def main_exits(words: list[str]) -> object:
         ["cat", "llama2/7B_full_low_memory"],
         ["cp", "llama2/7B_full_low_memory", "{tmp}/copy.yaml"],
         ["download", "--help"],
+        ["push", "--help"],
         ["validate", "--help"],
         ["cat", "no-such-config"],
     ],

@@ -31,7 +31,8 @@ METHODS = ("offload", "lora", "qlora", "paged", "generate")
 PROMISED_NAMES = """
 llama2_7b_offload llama2_7b_lora llama2_7b_qlora llama2_7b_paged llama2_7b_generate llama2_13b_offload
 llama3_1_8b_offload llama3_2_1b_offload llama3_2_3b_offload phi3_mini_offload qwen2_5_0_5b_offload
-qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload tiny_llama_offload tiny_llama_lora tiny_llama_generate
+qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload hf_offload hf_lora
+tiny_llama_offload tiny_llama_lora tiny_llama_generate
 """
 PROMISED = PROMISED_NAMES.split()
 
@@ -65,8 +66,18 @@ def _recipe(name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
+def _given(path: Path) -> list[str]:
+    """What a config for any model leaves to the command line."""
+    return ["model.path=~/models/Qwen3-8B", "dataset.path=chats.jsonl"] if path.stem.startswith("hf_") else []
+
+
+def _names_a_model(path: Path) -> None:
+    if _given(path):
+        pytest.skip("it is for any model")
+
+
 def _load(path: Path, *overrides: str) -> DictConfig:
-    return load_config(path, list(overrides), notes=[], schema=_recipe(_recipe_name(path)).Settings)
+    return load_config(path, [*_given(path), *overrides], notes=[], schema=_recipe(_recipe_name(path)).Settings)
 
 
 def _components(node: Any, key: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -119,7 +130,7 @@ def test_well_formed_for_its_recipe(path: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(tiny.HOME_VARIABLE, str(tmp_path / "home"))
     schema = _recipe(_recipe_name(path)).Settings
     notes: list[str] = []
-    cfg, _ = load_and_check(path, [], schema, notes)
+    cfg, _ = load_and_check(path, _given(path), schema, notes)
     check_config(cfg, schema)
     assert notes == []
     assert not (tmp_path / "home").exists()  # checking prepares nothing
@@ -129,7 +140,8 @@ def test_well_formed_for_its_recipe(path: Path, tmp_path: Path, monkeypatch: pyt
 def test_every_component_takes_its_arguments(path: Path) -> None:
     """The same with inspect alone, so that a mistake in the checker cannot hide one in a config."""
     sections = _components(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
-    assert {"model", "tokenizer", "checkpointer"} <= {key for key, _ in sections}
+    wanted = {"model", "tokenizer"} if _given(path) else {"model", "tokenizer", "checkpointer"}
+    assert wanted <= {key for key, _ in sections}
     for key, section in sections:
         arguments = {name: value for name, value in section.items() if name != "_component_"}
         component = resolve(section["_component_"], key=key)
@@ -178,6 +190,7 @@ PUBLISHED = {
 @every_config
 def test_model_on_the_meta_device(path: Path) -> None:
     """No memory is taken, whatever the size. NF4 weights are built too: torchao quantises meta tensors."""
+    _names_a_model(path)
     cfg = _load(path)
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -197,6 +210,7 @@ def test_model_on_the_meta_device(path: Path) -> None:
 @every_config
 def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     """Weights take 2 bytes per parameter, packed states 4.03; torch.optim.AdamW 8 with weights and gradients."""
+    _names_a_model(path)
     header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
     name, _, method = path.stem.rpartition("_")
     if name == "tiny_llama":
@@ -246,7 +260,8 @@ def test_header_commands(path: Path) -> None:
     runs = [command for command in commands if command[1] == "run"]
     own = [command for command in runs if command[2] == _recipe_name(path)]
     assert {command[4] for command in own} == {path.stem}
-    assert any(command[3:] == ["--config", path.stem] for command in own) or path.stem.endswith("_generate")
+    plain = ["--config", path.stem, *_given(path)]
+    assert any(command[3:] == plain for command in own) or path.stem.endswith("_generate")
     assert any(len(command) > 5 for command in own)  # one with overrides
     for _, _, recipe, option, config, *overrides in runs:
         assert option == "--config"
@@ -268,11 +283,13 @@ def test_header_download(path: Path) -> None:
     download.add_parser(parser.add_subparsers())
     (command,) = downloads
     arguments = parser.parse_args(command[1:])
-    cfg = OmegaConf.load(path)
+    cfg = _load(path)
     # What is downloaded is what is read.
     for value in (cfg.tokenizer.path, cfg.tokenizer.get("merges_file", cfg.tokenizer.path)):
         assert Path(value).is_relative_to(arguments.output_dir)
-    if not path.stem.endswith("_generate"):
+    if _given(path):
+        assert str(arguments.output_dir) == cfg.model.path
+    elif not path.stem.endswith("_generate"):
         assert str(arguments.output_dir) == cfg.checkpointer.checkpoint_dir
     # The user's, not one that everybody on the machine may write to; and where `tune download` puts it by itself.
     assert arguments.output_dir == Path("~/models") / arguments.repo_id.split("/")[1]

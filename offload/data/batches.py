@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload.component import resolve
 from offload.data.labels import shift_labels
+from offload.data.mixture import epoch_order
+from offload.data.packing import PackedSamples
 from offload.data.rows import BadRow, Rows, Samples, Tally
 from offload.data.scan import (
     SCAN_SECONDS,
@@ -32,7 +34,9 @@ from offload.data.scan import (
     skipped_note,
     unread_note,
 )
+from offload.data.sft import sft_dataset, shown
 from offload.data.source import described, open_dataset
+from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
 from offload.models.torchtune.datasets import block_causal_mask, concatenated, is_packed, supports_flex_attention
 
@@ -108,10 +112,12 @@ class PackedCollate:
     which waits for the GPU and cannot be done in another process.
 
     Args:
+        masks: the model takes a mask; otherwise it tells documents by their positions.
         has_flex_attention: leave the mask to :meth:`Batch.to` and tell the documents instead.
     """
 
-    def __init__(self, has_flex_attention: bool) -> None:
+    def __init__(self, masks: bool, has_flex_attention: bool) -> None:
+        self._masks = masks
         self._has_flex_attention = has_flex_attention
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,6 +125,8 @@ class PackedCollate:
             name: torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels", "input_pos")
         }
         lengths = [sample["seq_lens"] for sample in samples]
+        if not self._masks:
+            return inputs
         if self._has_flex_attention:
             inputs["documents"] = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
         else:
@@ -145,7 +153,7 @@ class Collate:
         bad = next((sample for sample in samples if isinstance(sample, BadRow)), None)
         if bad is not None:
             return bad
-        num_tokens = sum(self._length(sample["tokens"]) for sample in samples)
+        num_tokens = sum(self._length(sample) for sample in samples)
         inputs = self._collate_fn(samples)
         labels = shift_labels(inputs.pop("labels"), self._ignore_index)
         count = int((labels != self._ignore_index).sum())
@@ -154,9 +162,12 @@ class Collate:
         documents = inputs.pop("documents", None)
         return Batch(inputs, labels, num_tokens, count, num_tokens / max(1, num_samples), documents)
 
-    def _length(self, tokens: Any) -> int:
+    def _length(self, sample: Any) -> int:
+        tokens = sample["tokens"]
         if self._padding_idx is None:
             return len(tokens)
+        if "padding" in sample:
+            return len(tokens) - int(sample["padding"])
         real = (torch.as_tensor(tokens) != self._padding_idx).nonzero()
         return 0 if len(real) == 0 else int(real[-1]) + 1
 
@@ -174,10 +185,12 @@ class Batches:
         drop_last: drop a last batch that is not full.
         pin_memory: batches are in page-locked memory, for a device that copies them while the host goes on.
         rows: where the samples come from, to tell where a bad one stands.
+        mixture: ``(samples, passes per epoch)`` of each data set, where they are not all gone through once.
 
     Attributes:
         tally: what reading the samples before training told.
         notes: lines about that for the user.
+        first_sample: the text of the first one, with what is trained of it between brackets, where that is known.
     """
 
     def __init__(
@@ -192,8 +205,10 @@ class Batches:
         drop_last: bool = True,
         pin_memory: bool = False,
         rows: Sequence[Rows] = (),
+        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         self._dataset = dataset
+        self._mixture = mixture if any(weight != 1.0 for _, weight in mixture) else ()
         self._collate = collate
         self.batch_size = batch_size
         self._shuffle = shuffle
@@ -205,6 +220,7 @@ class Batches:
         self._left_out: frozenset[int] = frozenset()
         self.tally = Tally()
         self.notes: list[str] = []
+        self.first_sample: str | None = None
 
     @property
     def num_rows(self) -> int:
@@ -213,6 +229,11 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
+        """Of an epoch."""
+        if self._mixture:
+            # As many in every epoch, whichever of its samples a data set gives.
+            most = math.ceil(max(weight for _, weight in self._mixture))
+            return sum(round(size * weight) for size, weight in self._mixture) - most * len(self._left_out)
         return self.num_rows - len(self._left_out)
 
     def __len__(self) -> int:
@@ -240,6 +261,10 @@ class Batches:
         the rest of the epoch, what it would have seen.
         """
         size = self.num_rows
+        if self._mixture:
+            sizes, weights = zip(*self._mixture, strict=True)
+            mixed = epoch_order(sizes, weights, seed=self._seed, epoch=epoch, shuffle=self._shuffle).tolist()
+            return [index for index in mixed if index not in self._left_out][: self.num_samples]
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(size, generator=generator).tolist()
@@ -341,6 +366,7 @@ def build_batches(
     collate_fn: str,
     ignore_index: int,
     device: torch.device | None = None,
+    masks: bool = True,
     skips_bad_rows: bool = False,
     epoch: int = 0,
     start: int = 0,
@@ -358,6 +384,7 @@ def build_batches(
         collate_fn: dotted path of the collator for samples that are not packed.
         ignore_index: label that does not count.
         device: what the batches are for; None for the CPU.
+        masks: the model tells the documents of a pack by a mask, and not by their positions.
         skips_bad_rows: leave rows out that cannot be used, rather than raise.
         epoch: where training begins.
         start: the number of the batch in it with which training begins.
@@ -373,6 +400,7 @@ def build_batches(
     sections: list[Any] = list(section) if is_list else [section]
     rows: list[Rows] = []
     datasets: list[Any] = []
+    weights: list[float] = []
     for number, one in enumerate(sections):
         at = f"{key}.{number}" if is_list else key
 
@@ -380,21 +408,34 @@ def build_batches(
             rows.append(Rows(opened, section, at, len(rows), ignore_index))
             return rows[-1]
 
-        opened = open_dataset(one, tokenizer, at, rows_of)
-        datasets.append(opened if is_packed(opened) else rows_of(opened))
-    packed = [is_packed(dataset) for dataset in datasets]
+        packs = _leaves_packing_to_us(one)
+        opened = open_dataset(_without_packing(one) if packs else one, tokenizer, at, rows_of)
+        weights.append(float(getattr(opened, "weight", 1.0)))
+        if is_packed(opened):
+            datasets.append(opened)
+            continue
+        each = rows_of(opened)
+        datasets.append(each)
+        if packs:
+            if getattr(tokenizer, "max_seq_len", None) is None:
+                raise UserError(f"{at}.packed: packs are as long as tokenizer.max_seq_len, which is not set; set it")
+            lengths = each.lengths()
+            if any(lengths):
+                datasets[-1] = PackedSamples(each, tokenizer.max_seq_len, pad_id=tokenizer.pad_id, lengths=lengths)
+    packed = [is_packed(dataset) or isinstance(dataset, PackedSamples) for dataset in datasets]
     if any(packed) and not all(packed):
         raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
     dataset: Any
     if all(packed):
         dataset = datasets[0] if len(datasets) == 1 else concatenated(datasets)
-        has_flex_attention = kind == "cuda" and supports_flex_attention()
-        collate = Collate(PackedCollate(has_flex_attention), datasets[0].padding_idx, ignore_index)
+        has_flex_attention = masks and kind == "cuda" and supports_flex_attention()
+        collate = Collate(PackedCollate(masks, has_flex_attention), datasets[0].padding_idx, ignore_index)
     else:
         dataset = Samples(rows)
         function = resolve(collate_fn, key="collate_fn")
         collate = Collate(_PaddingCollate(function, tokenizer.pad_id, ignore_index), None, ignore_index)
-    batches = Batches(dataset, collate, pin_memory=kind != "cpu", rows=rows, **options)
+    mixture = [(len(each), weight) for each, weight in zip(datasets, weights, strict=True)]
+    batches = Batches(dataset, collate, pin_memory=kind != "cpu", rows=rows, mixture=mixture, **options)
 
     order = batches.order(epoch)[start * batches.batch_size :]
     if all(packed):
@@ -413,8 +454,23 @@ def build_batches(
     if batches.num_samples == 0:
         raise UserError(f"{key}: {described(sections[0])} has no rows")
     batches.notes += check_labels(key, tally, getattr(tokenizer, "max_seq_len", None))
+    for each in rows:
+        batches.notes += each.notes()
+    if isinstance(tokenizer, ChatTokenizer) and order:
+        batches.first_sample = shown(tokenizer, dataset[order[0]])
     batches.tally = tally
     return batches
+
+
+def _leaves_packing_to_us(section: DictConfig) -> bool:
+    """Whether a section describes packs of our own data sets, whose rows are looked at before they are packed."""
+    return bool(section.get("packed")) and resolve(section["_component_"], key="dataset._component_") is sft_dataset
+
+
+def _without_packing(section: DictConfig) -> DictConfig:
+    plain = section.copy()
+    plain["packed"] = False
+    return plain
 
 
 class _PaddingCollate:

@@ -142,8 +142,30 @@ class Rows(Dataset[Any]):
     # Iterating is what torchtune's packing does.
     __iter__ = good
 
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, 0 for a bad row, counting all of them; for packing."""
+        from tqdm import tqdm
+
+        lengths = []
+        # A bar appears on a terminal only, and only where reading takes its time.
+        for index in tqdm(range(len(self)), desc="packing", unit=" samples", delay=1, leave=False, disable=None):
+            sample = self[index]
+            self.tally.add(sample, self._ignore_index)
+            lengths.append(0 if isinstance(sample, BadRow) else len(sample["tokens"]))
+            if isinstance(sample, BadRow) and sample.concerns_all:
+                return lengths + [0] * (len(self) - len(lengths))
+        return lengths
+
+    def notes(self) -> list[str]:
+        """What the data set itself has to say of the samples read."""
+        notes: list[str] = self._dataset.notes() if hasattr(self._dataset, "notes") else []
+        return notes
+
     def where(self, index: int) -> str:
         """File and line, where they can be told; otherwise the number of the row, counted from 1."""
+        told = getattr(self._dataset, "where", None)
+        if told is not None:
+            return str(told(index))
         row = self._row(index)
         if row is not None:
             for path in data_files(self.section):

@@ -178,6 +178,7 @@ class FinetuneRecipe:
             "seed": self.seed,
             "num_workers": settings.num_workers,
             "device": self.device,
+            "masks": self.source.masks_documents,
             "skips_bad_rows": settings.dataset_errors == "skip",
         }
         self.batches = build_batches(
@@ -204,6 +205,8 @@ class FinetuneRecipe:
         for batches in filter(None, (self.batches, self.held_out)):
             for note in batches.notes:
                 say(note)
+        if self.batches.first_sample is not None:
+            say(f"the first sample, with what is trained of it in brackets: {_short(self.batches.first_sample)}")
         self.steps_per_epoch = count_steps(
             batches_per_epoch=len(self.batches),
             num_samples=self.batches.num_samples,
@@ -480,3 +483,9 @@ class FinetuneRecipe:
         finally:
             if self.lock is not None:
                 self.lock.release()
+
+
+def _short(text: str, limit: int = 1200) -> str:
+    """A text in one line, without its middle where it is long."""
+    shown = text.replace("\n", "\\n")
+    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"

@@ -27,6 +27,9 @@ from offload.training.settings import TrainSettings
 class ModelSource(Protocol):
     """Makes the model of a run, with the weights that it begins with."""
 
+    masks_documents: bool
+    """The model tells the documents of a pack by a mask; otherwise by their positions."""
+
     @property
     def format(self) -> ModelFormat:
         """How its weights are read and written."""
@@ -86,6 +89,8 @@ class TorchtuneSource:
         dtype: of its parameters.
     """
 
+    masks_documents = True
+
     def __init__(
         self, model: DictConfig, checkpointer: DictConfig, tokenizer: Any, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -131,6 +136,8 @@ class HuggingFaceSource:
         device: where the model goes.
         dtype: of its parameters.
     """
+
+    masks_documents = False
 
     def __init__(
         self, model: DictConfig, adapter: DictConfig | None, tokenizer: Any, device: torch.device, dtype: torch.dtype

@@ -150,7 +150,7 @@ PACKS = [
 
 def packed(has_flex_attention: bool) -> Batch:
     torchao_shim.install()
-    return Collate(PackedCollate(has_flex_attention), 0, -100)([dict(pack) for pack in PACKS])
+    return Collate(PackedCollate(True, has_flex_attention), 0, -100)([dict(pack) for pack in PACKS])
 
 
 def test_packs_are_collated_as_torchtune_does() -> None:

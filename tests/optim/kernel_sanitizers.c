@@ -40,6 +40,7 @@ static struct tensor new_tensor(int64_t kind, int64_t numel, size_t offset, void
     const size_t n = (size_t)numel, blocks = (n + BLOCK - 1) / BLOCK;
     const int64_t param = kind / 8, state = kind / 2 % 4;
     const size_t p_bytes = param == PARAM_FP32 ? 4 : 2, m_bytes = state == STATE_FP32 ? 4 : state == STATE_BF16 ? 2 : 1;
+    const size_t r_bytes = param == PARAM_SPLIT ? 2 : param == PARAM_SPLIT24 ? 1 : 0;
     const int coded = state >= STATE_INT8;
     memset(allocations, 0, ARRAYS * sizeof *allocations);
     return (struct tensor){
@@ -49,7 +50,7 @@ static struct tensor new_tensor(int64_t kind, int64_t numel, size_t offset, void
         .exp_avg_sq = new_array(n * m_bytes, offset, &allocations[3]),
         .exp_avg_scale = coded ? new_array(blocks * 4, offset, &allocations[4]) : 0,
         .exp_avg_sq_scale = coded ? new_array(blocks * 4, offset, &allocations[5]) : 0,
-        .remainder = param == PARAM_SPLIT ? new_array(n * 2, offset, &allocations[6]) : 0,
+        .remainder = r_bytes ? new_array(n * r_bytes, offset, &allocations[6]) : 0,
         .numel = numel,
         .start = (int64_t)(next_random() % 4) << 30,
         .key_param = (uint32_t)next_random(),
@@ -60,8 +61,8 @@ static struct tensor new_tensor(int64_t kind, int64_t numel, size_t offset, void
 }
 
 static const struct constants ROWS[2] = {
-    {0.5f, 0.0f, 0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 1e-8f, 1e-3f, 0.5f, 2e-8f},
-    {-3.0f, 0.1f, 1.0f, 0.1f, 0.9f, 0.0f, 1.0f, 0.0f, 1e30f, 1e-30f, 0.0f},
+    {0.5f, 0.0f, 0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 1e-8f, 1e-3f, 0.5f, 2e-8f, 1.0f},
+    {-3.0f, 0.1f, 1.0f, 0.1f, 0.9f, 0.0f, 1.0f, 0.0f, 1e30f, 1e-30f, 0.0f, 0.0f},
 };
 
 /* One call for every kind and size; `extra` elements more make the call large enough for threads. */

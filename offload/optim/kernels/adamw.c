@@ -199,9 +199,9 @@ INLINE uint32_t step_of(const block_t *b)
     return (as_bits(*b->m_scale) & 0xff) << WIDTH_SHIFT;
 }
 
-INLINE decoding_t decoding_of(enum state state, int has_ratios, const block_t *b)
+INLINE decoding_t decoding_of(enum state state, const block_t *b)
 {
-    const float factor = state == STATE_INT8 && has_ratios ? (float)(1 / 127.0) : 1.0f;
+    const float factor = state == STATE_INT8 ? (float)(1 / 127.0) : 1.0f;
     return (decoding_t){*b->m_scale * factor, as_bits(*b->v_scale) - LARGEST * step_of(b), step_of(b)};
 }
 
@@ -458,10 +458,22 @@ static void scale_what_is_finite(const block_t *b, waiting_t *w)
     }
 }
 
+/* First moments where codes are no ratios. */
+static void decode_moments(enum state state, const block_t *b, waiting_t *w)
+{
+    const int8_t *code = (const int8_t *)b->m;
+    const float scale = *b->m_scale;
+    for (int j = 0; j < PAIRS; j++) {
+        const float even = code[2 * j] * (float)(1 / 127.0), odd = code[2 * j + 1] * (float)(1 / 127.0);
+        const int is_int8 = state == STATE_INT8;
+        w->first_even[j] = is_int8 ? even * fabsf(even) * scale : decode_first(STATE_FP8, code[2 * j], scale);
+        w->first_odd[j] = is_int8 ? odd * fabsf(odd) * scale : decode_first(STATE_FP8, code[2 * j + 1], scale);
+    }
+}
+
 INLINE void decode_block(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
 {
-    const int has_ratios = n->c.has_ratios != 0;
-    const decoding_t old = decoding_of(state, has_ratios, b);
+    const decoding_t old = decoding_of(state, b);
     const float eps = n->c.eps_before;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
@@ -469,21 +481,11 @@ INLINE void decode_block(enum state state, const numbers_t *n, const block_t *b,
         const uint32_t v = ((const u16_t *)b->v)[j];
         w->root_even[j] = decode_root(v & 255, &old);
         w->root_odd[j] = decode_root(v >> 8, &old);
-        w->first_even[j] = decode_first(state, (int8_t)m, old.first);
-        w->first_odd[j] = decode_first(state, m >> 8, old.first);
-        if (has_ratios) {
-            w->first_even[j] *= w->root_even[j] + eps;
-            w->first_odd[j] *= w->root_odd[j] + eps;
-        }
+        w->first_even[j] = decode_first(state, (int8_t)m, old.first) * (w->root_even[j] + eps);
+        w->first_odd[j] = decode_first(state, m >> 8, old.first) * (w->root_odd[j] + eps);
     }
-    if (state == STATE_FP8 || has_ratios)
-        return;
-    const int8_t *code = (const int8_t *)b->m;
-    for (int j = 0; j < PAIRS; j++) {
-        const float even = code[2 * j] * (float)(1 / 127.0), odd = code[2 * j + 1] * (float)(1 / 127.0);
-        w->first_even[j] = even * fabsf(even) * old.first;
-        w->first_odd[j] = odd * fabsf(odd) * old.first;
-    }
+    if (n->c.has_ratios == 0)
+        decode_moments(state, b, w);
 }
 
 /* First moments again, out of ratios; returns the largest one's bits. */

@@ -38,7 +38,7 @@ from offload.config.loading import AtLeast, AtMost, Component
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype
 from offload.errors import UserError
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
 from offload.models.torchtune.building import build_model, load_weights

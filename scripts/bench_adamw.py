@@ -1,7 +1,7 @@
 """AdamW per element: every format of the packed optimizer, every peer that imports, and the memory's own speed.
 
     python scripts/bench_adamw.py                                   # here: the GPU where there is one, else the CPU
-    python scripts/bench_adamw.py --device cpu --threads 2          # records adamw_cpu.json, updates README
+    python scripts/bench_adamw.py --device cpu --threads 2          # records adamw_cpu.json, updates docs
     python scripts/bench_adamw.py --params 4e6 --rounds 2 --only 'offload bf16.*' --output outputs/adamw.json
 
 Tensors have the shapes of Llama-2 7B's layers, in order, until ``--params`` elements are reached. All contenders live
@@ -62,7 +62,7 @@ for folder in (ROOT / "scripts", ROOT):
         sys.path.insert(0, str(folder))  # a checkout need not be installed
 
 from gpu import machine  # noqa: E402
-from readme import write_table  # noqa: E402
+from pages import ADAMW, write_table  # noqa: E402
 
 import hatch_build  # noqa: E402
 from offload.optim import AdamW, cpu  # noqa: E402
@@ -996,7 +996,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, output.with_suffix(".png"))
     if output == RECORDED:
-        write_table(readme_table(record), BEGIN, END)
+        write_table(readme_table(record), BEGIN, END, ADAMW)
     print(table(record))
     return 0
 

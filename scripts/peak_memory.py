@@ -1,7 +1,7 @@
 """What device memory each schedule of the optimizer takes, by replaying the engine on a simulated allocator.
 
     python scripts/peak_memory.py             # prints the table and records it
-    python scripts/peak_memory.py --readme    # also writes it into README
+    python scripts/peak_memory.py --readme    # also writes it into docs/strategies.md
 
 Llama-2 7B in bf16 with activation checkpointing and a fused head and loss (:mod:`offload.plan.workload` has the sums)
 on an RTX 4090's rates. Peaks are those of torch.cuda.max_memory_allocated, in step 1, which makes the states, and in
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from readme import write_table
+from pages import STRATEGIES, write_table
 
 from offload.plan.replay import Result, replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
@@ -117,7 +117,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="write the table into README")
+    parser.add_argument("--readme", action="store_true", help="write the table into docs/strategies.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     record = run()
@@ -125,7 +125,7 @@ def main() -> None:
     text = table(record)
     print(text)
     if arguments.readme:
-        write_table(text, BEGIN, END)
+        write_table(text, BEGIN, END, STRATEGIES)
 
 
 if __name__ == "__main__":

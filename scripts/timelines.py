@@ -1,6 +1,6 @@
 """What each schedule of the optimizer costs on three machines, by replaying the engine on simulated time.
 
-    python scripts/timelines.py                     # prints the table, records it, draws the pictures, updates README
+    python scripts/timelines.py                     # prints the table, records it, draws the pictures, updates docs
     python scripts/timelines.py --traces outputs    # also Chrome traces, for https://ui.perfetto.dev
 
 The rows are the engine itself (:mod:`offload.plan.replay`) and torchao's schedule, on the same rates: data sheets times
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from readme import write_table
+from pages import STRATEGIES, write_table
 
 from offload.plan.replay import Result, replay, replay_compute, replay_torchao
 from offload.plan.workload import LLAMA2_7B, MACHINES, Machine, Workload
@@ -136,7 +136,7 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     text = table(record)
     print(text)
-    write_table(text, BEGIN, END)
+    write_table(text, BEGIN, END, STRATEGIES)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,18 @@ def violations(module: str, path: Path) -> list[str]:
     return found
 
 
+def test_no_two_files_import_each_other():
+    """But for the start-up hook, which loads the command when Python has already started."""
+    graph = {
+        module: {
+            found.module for found in imports(path, module if path.name == "__init__.py" else module.rpartition(".")[0])
+        }
+        for module, path in modules().items()
+    }
+    both = {tuple(sorted((a, b))) for a in graph for b in graph[a] & set(graph) if a in graph[b] and a != b}
+    assert both == {("offload._startup", "offload.cli.main")}
+
+
 def test_every_module_is_in_a_known_room():
     rooms = {room(module) for module in modules() if module not in DOORS}
     assert rooms <= set(LEVELS)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: loading the base model, saving, finding the newest, resuming.
+"""Checkpoints of a training run: saving, finding the newest, resuming.
 
 A run leaves ``output_dir/step_<n>``. With a full model the folder is what ``from_pretrained`` of transformers
 loads; an adapter is in ``step_<n>/adapter``, which peft loads; ``recipe_state.pt`` holds what a resumed run

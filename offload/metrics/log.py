@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.durable import sync
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 from offload.metrics.run_record import RUN_FILE
 
 METRICS_FILE = "metrics.jsonl"

@@ -9,18 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from offload.metrics.log import read_metrics
 from offload.metrics.run_summary import summarise
-
-
-def say(line: str, *, stream: TextIO | None = None) -> None:
-    """Prints a line (to stdout unless told otherwise) without tearing a progress bar that is being shown."""
-    stream = stream or sys.stdout
-    tqdm = sys.modules.get("tqdm")
-    if tqdm is None:
-        print(line, file=stream, flush=True)
-    else:
-        tqdm.tqdm.write(line, file=stream)
-        stream.flush()
 
 
 class Progress:
@@ -141,8 +131,6 @@ def summary(
         checkpoint: the last checkpoint, if one was saved.
         notes: more lines, as (label, text), e.g. ``("wandb", "wandb sync out/wandb/offline-run-...")``.
     """
-    from offload.metrics.log import read_metrics  # metrics.py says its warnings through this module
-
     values = summarise(read_metrics(metrics_path))
     path = Path(metrics_path)
     lines: list[tuple[str, str]] = []

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 
 RUN_FILE = "run.json"
 FORMAT = 1

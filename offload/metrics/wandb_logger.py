@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from offload.errors import UserError
 from offload.metrics.environment import environment
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 

@@ -1,1 +1,1 @@
-"""What the recipes share; with the recipes themselves, the only part that imports torchtune."""
+"""What the recipes' loops share: settings, steps, loss, where a model comes from, interruption, launch."""

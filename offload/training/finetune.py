@@ -30,7 +30,7 @@ from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype, random_state, set_random_state
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 from offload.models.protocol import CausalLM
 from offload.models.torchtune.checkpoint import quiet_torchtune
 from offload.training.activations import prepare_activations

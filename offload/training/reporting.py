@@ -20,10 +20,11 @@ from offload.data.batches import Batch
 from offload.metrics.environment import environment
 from offload.metrics.flops import flops_per_token, matmul_parameters, mfu, peak_flops
 from offload.metrics.late import LateReader, LateValues
+from offload.metrics.lines import say
 from offload.metrics.log import MetricLog, read_metrics
 from offload.metrics.memory import peak_memory, reset_peak
 from offload.metrics.optimizer_label import label_of, optimizer_facts
-from offload.metrics.progress import Progress, say, summary
+from offload.metrics.progress import Progress, summary
 from offload.metrics.run_record import RunRecord
 from offload.metrics.run_summary import summarise
 from offload.metrics.timing import Lap, StepTimer, Throughput, TokenCount

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.component import resolve
 from offload.config.loading import instantiate
 from offload.errors import UserError
-from offload.metrics.progress import say
+from offload.metrics.lines import say
 from offload.models.huggingface import AdaptedModel, HuggingFaceModel, from_pretrained
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.protocol import AdaptedLM, CausalLM, ModelFormat

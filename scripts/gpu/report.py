@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from readme import write_table
+from pages import write_table
 
-from gpu.machine import ROOT
 from gpu.measure import GIB
 from gpu.parts import HEADLINE, LOCKING
 
-README = ROOT / "README.md"
 BEGIN, END = "<!-- scripts/gpu_suite.py writes this table -->\n", "<!-- end of the table -->"
 NOTHING = "not measured"
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from offload.metrics.progress import Progress, count, duration, say, summary
+from offload.metrics.lines import say
+from offload.metrics.progress import Progress, count, duration, summary
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""What the engine's schedules cost, on simulated machines: exposed time as units of work, and the README's table."""
+"""What the engine's schedules cost, on simulated machines: exposed time as units of work, and docs' table."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def record() -> Any:
 
 
 def test_the_readme_has_the_recorded_table(record: Any) -> None:
-    assert timelines.BEGIN + timelines.table(record) + timelines.END in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert timelines.BEGIN + timelines.table(record) + timelines.END in (ROOT / "docs" / "strategies.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_recorded_schedules_are_close_to_what_the_machine_can_do(record: Any) -> None:

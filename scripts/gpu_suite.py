@@ -219,7 +219,7 @@ def write_report(path: Path) -> int:
     text = report.report(content)
     print(text)
     try:
-        report.write_into(report.README, content)
+        report.write_into_readme(content)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

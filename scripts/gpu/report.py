@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from pages import write_table
+from pages import README, write_table
 
 from gpu.measure import GIB
 from gpu.parts import HEADLINE, LOCKING
@@ -208,6 +207,6 @@ def _recipes(content: dict[str, Any]) -> str:
     return f"Recipes: {'; '.join(parts)}."
 
 
-def write_into(readme: Path, content: dict[str, Any]) -> None:
+def write_into_readme(content: dict[str, Any]) -> None:
     """Replace what is between the markers; ValueError where they are not."""
-    write_table(report(content), BEGIN, END, readme)
+    write_table(report(content), BEGIN, END, README)

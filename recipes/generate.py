@@ -39,6 +39,8 @@ from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype
 from offload.errors import UserError
 from offload.metrics.lines import say
+from offload.models.huggingface import from_pretrained
+from offload.models.huggingface.generation import Generator, home_of
 from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
 from offload.models.torchtune.building import build_model, load_weights
@@ -53,13 +55,18 @@ torchao_shim.install()
 from torchtune.data import Message  # noqa: E402 - torchtune needs the shim
 from torchtune.generation import generate  # noqa: E402
 
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|eom_id|>")
+"""Tokens that end a turn in the templates of some models, whose end-of-text token is another."""
+
 
 @dataclass(kw_only=True)
 class Prompt:
     """Section ``prompt``."""
 
-    user: str
+    user: str | None = None
     """what to answer"""
+    file: str | None = None
+    """a file with a question in each line, in place of user"""
     system: str | None = None
     """instructions that precede it"""
 
@@ -72,8 +79,8 @@ class Settings:
     """without adapters: those of a checkpoint are merged"""
     tokenizer: Component
     """the one that the model was trained with"""
-    checkpointer: Checkpointer
-    """the folder of a run, of a checkpoint or of a downloaded model"""
+    checkpointer: Checkpointer | None = None
+    """of a torchtune model: the folder of a run, of a checkpoint or of a downloaded model"""
     base_checkpoint_dir: str | None = None
     """base of a checkpoint that is an adapter alone; null: where its training found it"""
     device: str = "auto"
@@ -116,8 +123,14 @@ class GenerateRecipe:
         settings = self.settings
         self.device, self.dtype, reason = self.check(settings)
         _tell(reason)
+        self.questions = self._questions()
+        if resolve(str(settings.model["_component_"]), key="model._component_") is from_pretrained:
+            self._setup_huggingface()
+            return
         self.tokenizer = build_tokenizer(settings.tokenizer)
-        self.prompt = self._tokens_of_prompt()
+        if settings.checkpointer is None:
+            raise UserError("checkpointer is missing: a torchtune model is read from checkpointer.checkpoint_dir")
+        self.generator = None
         # What loads checkpoints also wants a place to save them.
         with tempfile.TemporaryDirectory() as scratch:
             weights, source, base = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
@@ -131,10 +144,47 @@ class GenerateRecipe:
             cap_logits(self.model)
             load_weights(self.model, weights, source=str(source))
         self.model.eval()
+        self.context = self.model.max_seq_len
 
-    def _tokens_of_prompt(self) -> Tensor:
+    def _setup_huggingface(self) -> None:
+        settings = self.settings
+        options = {key: value for key, value in settings.model.items() if key not in ("_component_", "path")}
+        folder = Path(str(settings.model.path)).expanduser().absolute()
+        newest = newest_checkpoint(folder) if folder.is_dir() else None
+        if newest is not None:
+            _tell(f"newest checkpoint in {folder}: {newest.name}")
+            folder = newest
+        base = None if settings.base_checkpoint_dir is None else Path(settings.base_checkpoint_dir).expanduser()
+        home = home_of(folder, base)
+        if home != folder:
+            _tell(f"{folder.name} is an adapter of {home}")
+        tokenizer = settings.tokenizer
+        if tokenizer.get("path") == settings.model.path:  # of a run it is the checkpoint's, of an adapter its base's
+            tokenizer = tokenizer.copy()
+            tokenizer.path = str(home)
+        self.tokenizer = build_tokenizer(tokenizer)
+        self.generator = Generator(home, folder, device=self.device, dtype=self.dtype, **options)
+        self.context = self.generator.max_seq_len
+
+    def _questions(self) -> list[str]:
+        """What to answer, one after the other."""
+        prompt = self.settings.prompt
+        if (prompt.user is None) == (prompt.file is None):
+            raise UserError("prompt: give either prompt.user='a question' or prompt.file=FILE, with one in each line")
+        if prompt.file is None:
+            return [str(prompt.user)]
+        try:
+            lines = Path(prompt.file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"prompt.file: cannot read {prompt.file}: {getattr(error, 'strerror', error)}") from error
+        questions = [line for line in lines if line.strip()]
+        if not questions:
+            raise UserError(f"prompt.file: {prompt.file} has no question")
+        return questions
+
+    def _tokens_of_prompt(self, question: str) -> Tensor:
         """The prompt's token ids, int64, shape [tokens], in the template that training used."""
-        messages = [Message(role="user", content=self.settings.prompt.user)]
+        messages = [Message(role="user", content=question)]
         if self.settings.prompt.system is not None:
             messages.insert(0, Message(role="system", content=self.settings.prompt.system))
         # An empty answer makes the template open the assistant's turn.
@@ -143,9 +193,73 @@ class GenerateRecipe:
         return torch.tensor(tokens, device=self.device)
 
     def train(self) -> int:
-        """Generates and prints the answer; returns the exit status."""
+        """Generates and prints the answers; returns the exit status."""
+        if self.generator is None and self.settings.enable_kv_cache:
+            longest = max(self._tokens_of_prompt(question).numel() for question in self.questions)
+            with self.device:
+                self.model.setup_caches(
+                    batch_size=1,
+                    dtype=self.dtype,
+                    decoder_max_seq_len=min(longest + self.settings.max_new_tokens, self.context),
+                )
+        for question in self.questions:
+            if len(self.questions) > 1:
+                print(f"> {question}", flush=True)
+            if self.generator is None:
+                self._answer(question)
+            else:
+                self._stream(question)
+        return 0
+
+    def _stream(self, question: str) -> None:
+        """The answer of a transformers model, printed as it is made."""
         settings = self.settings
-        budget = self._max_new_tokens()
+        assert self.generator is not None
+        messages = [{"role": "user", "content": question}]
+        if settings.prompt.system is not None:
+            messages.insert(0, {"role": "system", "content": settings.prompt.system})
+        if self.tokenizer.has_template:
+            prompt = self.tokenizer.encode_prompt(messages)
+        else:
+            text = "\n\n".join(message["content"] for message in messages)
+            prompt = self.tokenizer.encode_completion(text, "")[0]
+            prompt = prompt[:-1] if prompt and prompt[-1] == self.tokenizer.eos_id else prompt
+        budget = self._max_new_tokens(len(prompt))
+        made: list[int] = []
+        shown = ""
+
+        def show(token: int) -> None:
+            nonlocal shown
+            made.append(token)
+            text = self.tokenizer.decode(made)
+            # Half of a character that takes several tokens is not text yet.
+            if not text.endswith("\ufffd"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+
+        started = time.perf_counter()
+        stop = self.tokenizer.hf.convert_tokens_to_ids([*END_OF_TURN])
+        known = [token for token in stop if isinstance(token, int) and token != self.tokenizer.hf.unk_token_id]
+        answer = self.generator.answer(
+            prompt,
+            max_new_tokens=budget,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            seed=settings.seed,
+            stop=[*filter(lambda token: token is not None, [self.tokenizer.eos_id]), *known],
+            use_cache=settings.enable_kv_cache,
+            on_token=show,
+        )
+        print(self.tokenizer.decode(answer)[len(shown) :], flush=True)
+        seconds = time.perf_counter() - started
+        ending = "" if len(answer) < budget else f" (cut at max_new_tokens={budget})"
+        _tell(f"{len(answer)} tokens in {seconds:.1f} s, {len(answer) / seconds:.1f} tokens/s{ending}")
+
+    def _answer(self, question: str) -> None:
+        """The answer of a torchtune model."""
+        settings = self.settings
+        prompt = self._tokens_of_prompt(question)
+        budget = self._max_new_tokens(prompt.numel())
         # torch.multinomial's stand-in in torchtune divides by the temperature: 0 means the likeliest token.
         greedy = settings.temperature == 0
         rng = None
@@ -154,13 +268,10 @@ class GenerateRecipe:
         started = time.perf_counter()
         with torch.inference_mode():
             if settings.enable_kv_cache:
-                with self.device:
-                    self.model.setup_caches(
-                        batch_size=1, dtype=self.dtype, decoder_max_seq_len=self.prompt.numel() + budget
-                    )
+                self.model.reset_caches()
             tokens, _ = generate(
                 self.model,
-                self.prompt,
+                prompt,
                 max_generated_tokens=budget,
                 pad_id=self.tokenizer.pad_id,
                 temperature=1.0 if greedy else settings.temperature,
@@ -168,17 +279,18 @@ class GenerateRecipe:
                 stop_tokens=self.tokenizer.stop_tokens,
                 rng=rng,
             )
-        answer = tokens[0, self.prompt.numel() :].tolist()
+        answer = tokens[0, prompt.numel() :].tolist()
         seconds = time.perf_counter() - started
         stop = next((i for i, token in enumerate(answer) if token in self.tokenizer.stop_tokens), len(answer))
         print(self.tokenizer.decode(answer[:stop]), flush=True)
         ending = "" if stop < len(answer) else f" (cut at max_new_tokens={budget})"
         _tell(f"{len(answer)} tokens in {seconds:.1f} s, {len(answer) / seconds:.1f} tokens/s{ending}")
-        return 0
 
-    def _max_new_tokens(self) -> int:
-        """How many tokens fit behind the prompt, at most as many as wanted."""
-        context, length, wanted = self.model.max_seq_len, self.prompt.numel(), self.settings.max_new_tokens
+    def _max_new_tokens(self, length: int) -> int:
+        """How many tokens fit behind a prompt of so many, at most as many as wanted."""
+        context, wanted = self.context, self.settings.max_new_tokens
+        if context is None:
+            return wanted
         if length >= context:
             raise UserError(
                 f"prompt.user: the prompt has {length} tokens and the model's context {context}: shorten it"

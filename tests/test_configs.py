@@ -31,7 +31,7 @@ METHODS = ("offload", "lora", "qlora", "paged", "generate")
 PROMISED_NAMES = """
 llama2_7b_offload llama2_7b_lora llama2_7b_qlora llama2_7b_paged llama2_7b_generate llama2_13b_offload
 llama3_1_8b_offload llama3_2_1b_offload llama3_2_3b_offload phi3_mini_offload qwen2_5_0_5b_offload
-qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload hf_offload hf_lora
+qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload hf_offload hf_lora hf_generate
 tiny_llama_offload tiny_llama_lora tiny_llama_generate
 """
 PROMISED = PROMISED_NAMES.split()
@@ -66,9 +66,14 @@ def _recipe(name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
+GIVEN_TASK = {False: "dataset.path=chats.jsonl", True: "prompt.user=What is a mutex?"}
+
+
 def _given(path: Path) -> list[str]:
     """What a config for any model leaves to the command line."""
-    return ["model.path=~/models/Qwen3-8B", "dataset.path=chats.jsonl"] if path.stem.startswith("hf_") else []
+    if not path.stem.startswith("hf_"):
+        return []
+    return ["model.path=~/models/Qwen3-8B", GIVEN_TASK[path.stem.endswith("_generate")]]
 
 
 def _names_a_model(path: Path) -> None:

@@ -209,3 +209,41 @@ def test_a_missing_adapter_is_one_line(here: Workspace, tmp_path: Path) -> None:
     assert result.status == 2
     (line,) = result.errors()
     assert "adapter is missing" in line and "peft.LoraConfig" in line
+
+
+QUESTION, ANSWER = "What does str.lower do?", "Return a lowercase copy."
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA])
+def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path) -> None:
+    """One answer learnt by heart, asked of the run's folder: of whole weights, and of an adapter beside its base."""
+    from offload.training.launch import run_recipe
+    from tests.recipes.conftest import ROOT, load_module  # type: ignore[import-not-found]
+
+    config = yaml.safe_load(here.config(recipe).read_text())
+    base = config["model"]["path"]
+    data = tmp_path / "one.jsonl"
+    data.write_text((json.dumps({"prompt": QUESTION, "completion": ANSWER}) + "\n") * 80)
+    config["tokenizer"] = {"_component_": "offload.data.tokenizer.ChatTokenizer", "path": base, "max_seq_len": 60}
+    config["dataset"] = {"_component_": "offload.data.sft.sft_dataset", "path": str(data)}
+    config["optimizer"]["lr"] = 2e-2
+    if recipe == LORA:
+        config |= {"save_adapter_weights_only": True}
+        config["adapter"] |= {"r": 16, "target_modules": "all-linear", "modules_to_save": ["lm_head", "embed_tokens"]}
+    here.config(recipe).write_text(yaml.safe_dump(config))
+    trained = here.run(tmp_path / "trained", "max_steps_per_epoch=40", "lr_scheduler=null", recipe=recipe)
+    assert losses(trained)[-1] < 0.1
+
+    module = load_module(ROOT / "recipes" / "generate.py")
+    questions = tmp_path / "questions.txt"
+    questions.write_text(f"{QUESTION}\n\n{QUESTION}\n")
+    argv = ["--config", str(ROOT / "configs" / "hf_generate.yaml"), f"model.path={trained.output_dir}", "dtype=fp32"]
+    argv += ["temperature=0", "max_new_tokens=24", "device=cpu"]
+    here.capture.readouterr()
+    assert run_recipe(module.GenerateRecipe, [*argv, f"prompt.user={QUESTION}"]) == 0
+    assert here.capture.readouterr().out.splitlines()[-1].strip() == ANSWER
+    assert run_recipe(module.GenerateRecipe, [*argv, f"prompt.file={questions}"]) == 0
+    lines = [line.strip() for line in here.capture.readouterr().out.splitlines()]
+    assert lines[-4:] == [f"> {QUESTION}", ANSWER] * 2
+    assert run_recipe(module.GenerateRecipe, argv) == 2
+    assert "give either prompt.user" in here.capture.readouterr().err

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 TERA = 1e12
 
@@ -131,34 +130,9 @@ def peak_flops(device: torch.device | str) -> float | None:
     return None if card is None else card.bf16_tflops * TERA
 
 
-def matmul_parameters(model: nn.Module) -> tuple[int, int]:
-    """Numbers of ``(frozen, trainable)`` parameters that every token is multiplied with.
-
-    Matrices of every module but :class:`torch.nn.Embedding`; one that an embedding shares with the output
-    layer is multiplied with once and counts. Vectors (norms, biases) do not count. A 4-bit weight counts by
-    its logical shape.
-    """
-    looked_up: dict[int, torch.Tensor] = {}
-    multiplied: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        kind = looked_up if isinstance(module, nn.Embedding) else multiplied
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() >= 2:
-                kind[id(parameter)] = parameter
-    # torchtune ties the head to the embedding without registering it: TiedLinear is no nn.Module.
-    tied = getattr(getattr(model, "output", None), "tied_module", None)
-    if isinstance(tied, nn.Embedding):
-        multiplied[id(tied.weight)] = tied.weight
-    counted = multiplied.values()
-    return (
-        sum(parameter.numel() for parameter in counted if not parameter.requires_grad),
-        sum(parameter.numel() for parameter in counted if parameter.requires_grad),
-    )
-
-
 def flops_per_token(
-    trainable: int,
-    frozen: int = 0,
+    trainable: float,
+    frozen: float = 0,
     *,
     num_layers: int,
     num_heads: int,
@@ -179,7 +153,7 @@ def flops_per_token(
 
     Args:
         trainable: parameters with a gradient that are multiplied with every token
-            (:func:`matmul_parameters`).
+            (:func:`offload.models.size.matmul_parameters`).
         frozen: those without one.
         num_layers: L.
         num_heads: H, query heads.

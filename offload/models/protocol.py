@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from offload.models.size import Size
+
 
 class CausalLM(Protocol):
     """A language model in parts, so that the loss can apply the head chunk by chunk.
@@ -25,6 +27,9 @@ class CausalLM(Protocol):
     @property
     def max_seq_len(self) -> int | None:
         """The longest sequence that it takes; None where nothing limits it."""
+
+    def size(self) -> Size:
+        """How large it is, for the arithmetic of a step."""
 
     def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
         """What the head takes, shape [batch, tokens, dim].

@@ -302,7 +302,7 @@ class FinetuneRecipe:
             settings.metric_logger,
             output_dir=self.output_dir,
             device=self.device,
-            model=self.model,
+            size=self.parts.size(),
             optimizer=self.optimizer,
             total_steps=self.total_steps,
             resume_step=self.global_step if resumed else None,

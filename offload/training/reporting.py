@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
 from offload.data.batches import Batch
 from offload.metrics.environment import environment
-from offload.metrics.flops import flops_per_token, matmul_parameters, mfu, peak_flops
+from offload.metrics.flops import flops_per_token, mfu, peak_flops
 from offload.metrics.late import LateReader, LateValues
 from offload.metrics.lines import say
 from offload.metrics.log import MetricLog, read_metrics
@@ -29,6 +29,7 @@ from offload.metrics.run_record import RunRecord
 from offload.metrics.run_summary import summarise
 from offload.metrics.timing import Lap, StepTimer, Throughput, TokenCount
 from offload.metrics.wandb_logger import WandBLogger
+from offload.models.size import Size
 from offload.training.step import check_finite
 
 
@@ -67,7 +68,7 @@ class Reporter:
         metric_logger: its section, or None.
         output_dir: folder of the run.
         device: the device that trains.
-        model: for the FLOPs of a token.
+        size: of the model, for the FLOPs of a token; None where nobody asks for MFU.
         optimizer: asked for its page-locked memory, if it reports it.
         total_steps: optimizer steps of the whole run.
         resume_step: steps done before this process, None for a fresh run.
@@ -83,7 +84,7 @@ class Reporter:
         *,
         output_dir: Path,
         device: torch.device,
-        model: nn.Module,
+        size: Size | None,
         optimizer: torch.optim.Optimizer,
         total_steps: int,
         resume_step: int | None,
@@ -101,7 +102,7 @@ class Reporter:
         self._lr: float | Tensor = 0.0
         self._num_lines = 0
         self._pinned_bytes = 0
-        self._device, self._model, self._optimizer = device, model, optimizer
+        self._device, self._optimizer = device, optimizer
         self._output_dir = output_dir
         self._mirror = instantiate(metric_logger)
         mirrors = [] if self._mirror is None else [self._mirror]
@@ -124,7 +125,7 @@ class Reporter:
         )
         self._progress = Progress(total_steps, initial=resume_step or 0)
         self._peak = peak_flops(device)
-        self._matmul = matmul_parameters(model)
+        self._size = size
         self._length_sum = 0.0
         self._batches = 0
         self._started = time.perf_counter()
@@ -209,8 +210,8 @@ class Reporter:
         times = self.timer.read(line.lap)
         rates = line.tokens.rates(self.timer.training_seconds)
         row = {**values, "loss": loss, **rates, **times, **line.memory}
-        if self._peak is not None:
-            row["mfu"] = mfu(rates["tokens_per_second"], self._flops_per_token(line.sample_length), self._peak)
+        if self._peak is not None and self._size is not None:
+            row["mfu"] = mfu(rates["tokens_per_second"], _flops_per_token(self._size, line.sample_length), self._peak)
         self._log.log(row, line.step)
         on_device = self._device.type != "cpu"
         shown = "memory/device_peak_allocated_gib" if on_device else "memory/host_rss_peak_gib"
@@ -227,18 +228,6 @@ class Reporter:
         if hasattr(self._optimizer, "memory_report") and self._num_lines & (self._num_lines - 1) == 0:
             self._pinned_bytes = sum(self._optimizer.memory_report().get("pinned_host", {}).values())
         return self._pinned_bytes
-
-    def _flops_per_token(self, sample_length: float) -> float:
-        frozen, trainable = self._matmul
-        model: Any = self._model
-        return flops_per_token(
-            trainable,
-            frozen,
-            num_layers=len(model.layers),
-            num_heads=model.num_heads,
-            head_dim=model.head_dim,
-            seq_len=sample_length,
-        )
 
     def close(self, exit_code: int, checkpoint: Path | None, *, best: Path | None = None) -> None:
         """End the logs; print the summary of a run that ended well or was interrupted.
@@ -279,3 +268,14 @@ class Reporter:
                 notes=notes,
             )
         )
+
+
+def _flops_per_token(size: Size, sample_length: float) -> float:
+    return flops_per_token(
+        size.trainable,
+        size.frozen,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        head_dim=size.head_dim,
+        seq_len=sample_length,
+    )

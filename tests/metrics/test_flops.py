@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload.metrics import flops
-from offload.metrics.flops import PEAKS, find_card, flops_per_token, matmul_parameters, mfu, peak_flops
+from offload.metrics.flops import PEAKS, find_card, flops_per_token, mfu, peak_flops
+from offload.models.size import matmul_parameters
+from offload.models.torchtune import TorchtuneModel
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, TOKENS = 3, 4, 2, 8, 48, 64, 16
 WIDTH = HEADS * HEAD_DIM
@@ -110,7 +112,9 @@ def test_torchtunes_models_are_counted_with_their_hidden_ties_and_adapters() -> 
     attention = 32 * (32 + 2 * 16) + 32 * 32
     per_layer = attention + 3 * 32 * 64
     tied = qwen2(**shape, intermediate_dim=64, tie_word_embeddings=True)
-    assert matmul_parameters(tied) == (0, 2 * per_layer + 128 * 32)
+    size = TorchtuneModel(tied).size()
+    assert (size.frozen, size.trainable) == (0, 2 * per_layer + 128 * 32)
+    assert (size.layers, size.heads, size.head_dim) == (2, 4, 8)
 
     lora = lora_llama2(["q_proj", "v_proj"], **shape, intermediate_dim=64, lora_rank=4, lora_alpha=8)
     for name, parameter in lora.named_parameters():

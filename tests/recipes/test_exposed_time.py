@@ -88,7 +88,7 @@ def recipe_of(
     recipe.optimizer = replaying._Simulated(simulator, model.named_parameters(), lr=1e-3, model=model, **optimizer)
     recipe.save_checkpoint = lambda: None
     recipe.reporter = Reporter(
-        OmegaConf.create({}), None, output_dir=output_dir, device=recipe.device, model=model,
+        OmegaConf.create({}), None, output_dir=output_dir, device=recipe.device, size=None,
         optimizer=recipe.optimizer, total_steps=STEPS, resume_step=None, tokens_seen=0,
     )  # fmt: skip
     return recipe

@@ -33,7 +33,7 @@ BATCH = Batch({}, torch.zeros(1), num_tokens=100, num_labels=30, sample_length=5
 
 def reporter(output_dir: Path, optimizer: torch.optim.Optimizer) -> Reporter:
     return Reporter(
-        OmegaConf.create({}), None, output_dir=output_dir, device=torch.device("cpu"), model=nn.Linear(1, 1),
+        OmegaConf.create({}), None, output_dir=output_dir, device=torch.device("cpu"), size=None,
         optimizer=optimizer, total_steps=100, resume_step=None, tokens_seen=0,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.engine.units import clean_name
 from offload.models.huggingface.head import Head
+from offload.models.size import Size, matmul_parameters
 
 
 class HuggingFaceModel:
@@ -44,6 +45,26 @@ class HuggingFaceModel:
     def max_seq_len(self) -> int | None:
         limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         return limit
+
+    def size(self) -> Size:
+        config = self._model.config.get_text_config()
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        experts = experts or getattr(config, "n_routed_experts", None)
+        chosen = getattr(config, "num_experts_per_tok", None)
+
+        def share(name: str) -> float:
+            if any(f".{tower}." in f".{name}" for tower in self.frozen):
+                return 0.0
+            is_expert = ".experts." in name and "shared" not in name
+            return chosen / experts if is_expert and chosen and experts else 1.0
+
+        frozen, trainable = matmul_parameters(self.module, share=share)
+        kinds = getattr(config, "layer_types", None)
+        attending = [kind for kind in kinds or () if "attention" in kind and "linear" not in kind]
+        heads = getattr(config, "num_attention_heads", None) or 0
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        layers = len(attending) if kinds else config.num_hidden_layers
+        return Size(frozen, trainable, layers, heads, head_dim)
 
     @property
     def num_embeddings(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from offload.models.size import Size, matmul_parameters
 from offload.models.torchtune import lora
 
 
@@ -62,6 +63,13 @@ class TorchtuneModel:
         from torchtune.training import compile_model
 
         compile_model(self._decoder, verbose=False)
+
+    def size(self) -> Size:
+        decoder = self._decoder
+        # torchtune ties the head to the embedding without registering it: TiedLinear is no nn.Module.
+        embedding = getattr(getattr(decoder, "output", None), "tied_module", None)
+        frozen, trainable = matmul_parameters(decoder, tied=getattr(embedding, "weight", None))
+        return Size(frozen, trainable, len(decoder.layers), decoder.num_heads, decoder.head_dim)
 
     @property
     def max_seq_len(self) -> int | None:

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from offload import OffloadOptimizer
 from offload.component import resolve
 from offload.data.labels import shift_labels
+from offload.metrics.flops import flops_per_token
 from offload.models.huggingface import HuggingFaceModel, from_pretrained
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
@@ -104,6 +106,27 @@ def test_the_fused_loss_is_that_of_the_whole_model(family: tuple[str, Path]) -> 
     for name, param in trained(model.module):
         scale = 0.0 if wanted[name] is None else float(wanted[name].abs().max())
         torch.testing.assert_close(param.grad, wanted[name], rtol=1e-3, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("family_of_dense", ["llama", "qwen3", "mixtral", "gemma3"])
+def test_a_step_needs_the_flops_that_its_size_says(family_of_dense: str, tmp_path: Path) -> None:
+    """As torch counts them; of experts, which torch's counter does not know fused, those that a token is sent to."""
+    families.save(family_of_dense, tmp_path)
+    model = from_pretrained(tmp_path, device=CPU, dtype=torch.float32, attn_implementation="eager")
+    size = model.size()
+    tokens, _ = batch(0)
+    if family_of_dense == "mixtral":
+        experts = 2 * 4 * 3 * 32 * 48
+        dense = sum(p.numel() for n, p in model.module.named_parameters() if p.dim() > 1 and "experts" not in n)
+        embedding = families.VOCABULARY * 32
+        assert size.trainable == dense - embedding + experts * 2 / 4
+        return
+    with FlopCounterMode(display=False) as counter:
+        model.logits({"tokens": tokens}).sum().backward()
+    stated = flops_per_token(
+        size.trainable, num_layers=size.layers, num_heads=size.heads, head_dim=size.head_dim, seq_len=tokens.shape[1]
+    )
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(stated, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["stream", "host"])

@@ -98,3 +98,43 @@ def test_modes_of_other_optimizers_change_nothing() -> None:
     optimizer.eval()
     optimizer.train()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+class Doubling(torch.optim.AdamW):
+    """Updates each parameter alone, so that updates go on after ``step()``; evaluates with doubled weights."""
+
+    per_parameter = True
+
+    def _scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(factor)
+
+    def eval(self) -> None:
+        self._scale(2.0)
+
+    def train(self) -> None:
+        self._scale(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["stream", "host"])
+def test_a_switch_waits_for_updates_that_are_still_under_way(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    def weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.eval()
+            optimizer.train()
+            optimizer.zero_grad()
+        optimizer.eval()
+        return [param.detach().clone() for param in model.parameters()]
+
+    model = make_model()
+    expected = weights(model, Doubling(model.parameters(), lr=0.05))
+    with SimulatedAccelerator(order="late") as simulator:
+        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        model = make_model()
+        optimizer = OffloadOptimizer(model.named_parameters(), Doubling, strategy=strategy, model=model, lr=0.05)
+        for got, wanted in zip(weights(model, optimizer), expected, strict=True):
+            assert torch.equal(got, wanted)

@@ -68,7 +68,7 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
-        temporary = self.path.with_name(f".{RUN_FILE}.tmp")
+        temporary = _temporary(self.path.parent)
         try:
             text = json.dumps(_writable(self._content), indent=2, allow_nan=False) + "\n"
             with open(temporary, "w", encoding="utf-8") as file:
@@ -81,6 +81,16 @@ class RunRecord:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             say(f"warning: cannot write {self.path}: {error.strerror or error}; training goes on", stream=sys.stderr)
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove what a run left that was killed while it wrote; for whoever holds the folder."""
+    with contextlib.suppress(OSError):
+        _temporary(folder).unlink(missing_ok=True)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder / f".{RUN_FILE}.tmp"
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:

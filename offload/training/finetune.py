@@ -31,6 +31,7 @@ from offload.device import find_device, find_dtype, random_state, set_random_sta
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.metrics.lines import say
+from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.torchtune.checkpoint import quiet_torchtune
 from offload.training.activations import prepare_activations
@@ -125,6 +126,7 @@ class FinetuneRecipe:
         self.source = find_source(settings, self.tokenizer, self.device, self.dtype)
         self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
         self.lock = OutputLock(self.output_dir)
+        remove_leftover(self.output_dir)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
         with quiet_torchtune():

@@ -689,6 +689,11 @@ ELSEWHERE = {
     "stream.py:StreamPipeline._stage:self._uploads.popleft().synchronize()",
     # Every scenario's backward runs on one stream; test_streams.py has one on two.
     "engine.py:Engine._submit:self._runtime.wait(self._runtime.record(other))",
+    # Base optimizers that step as a whole have their own scenarios, on the simulator too: tests/test_schedulefree.py.
+    "engine.py:Engine._on_the_host:self._runtime.copy(host, values, 'down', (self._runtime.record(),), "
+    "'gradient down').synchronize()",
+    "engine.py:Engine._on_the_host:after[self._runtime.record()]",
+    "optimizer.py:OffloadOptimizer._switch:self.synchronize()",
     # Units that are not seen to be waited for wait at the start of the forward instead: values are right, the overlap
     # is lost. tests/engine/test_model_waits.py::test_each_forward_waits_for_its_own_unit_only asserts that it is there.
     "model.py:ModelWaits._watch.wait_and_call:call(module)",

@@ -94,6 +94,7 @@ def test_a_run_that_is_complete_is_resumed_with_status_0(workspace: Any, tmp_pat
     """A supervisor that restarts until 0 ends, also after a kill behind the last save."""
     first = workspace.run(tmp_path / "run", *SHORT)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    (tmp_path / "run" / ".run.json.tmp").write_text("{")  # killed while it wrote
     done = workspace.run(tmp_path / "run", *SHORT, RESUME)
     assert (first.status, done.status) == (0, 0), done.err
     assert f"the run ended with step 6, and {tmp_path / 'run' / 'step_6'} holds its result" in done.out

@@ -111,6 +111,9 @@ def _quieten() -> None:
     logger.setLevel(logging.INFO)
     # Unreadable data is told once, by us.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    # What these say while they are imported is of kernels that nothing here uses.
+    for name in ("torchao", "bitsandbytes.backends", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         import tqdm
 

@@ -202,7 +202,8 @@ def change_json(value: Any, rng: random.Random, odd: tuple[Any, ...]) -> Any:
             copy[key] = change_json(copy[key], rng, odd)
         return copy
     if isinstance(value, tuple):
-        return tuple(change_json(list(value), rng, odd))
+        changed = change_json(list(value), rng, odd)
+        return tuple(changed) if isinstance(changed, list) else changed
     return rng.choice(odd)
 
 

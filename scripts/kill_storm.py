@@ -332,7 +332,7 @@ def main() -> int:
     print(f"{total['kills']} kills, {total['runs_that_ended']} runs ended, {len(failures)} failures")
     if args.out:
         facts = {
-            "command": f"python scripts/kill_storm.py --kills {args.kills} --minutes {args.minutes} --seed {args.seed}",
+            "command": " ".join(["python", *sys.argv]),
             "seconds": round(time.monotonic() - started),
             "machine": {
                 "processor": platform.machine(),

@@ -17,5 +17,18 @@ class UserError(ValueError):
         return str(self).splitlines()
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, as far as it fits into a message of ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".")[:300] if text else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """All that an exception says, its lines joined."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 class NotFiniteError(UserError):
     """A loss, gradient or weight that is no number any more: the state of the run is not worth saving."""

@@ -41,11 +41,9 @@ from offload.errors import UserError
 from offload.metrics.lines import say
 from offload.models.huggingface import from_pretrained
 from offload.models.huggingface.generation import Generator, home_of
-from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
-from offload.models.torchtune.building import build_model, load_weights
+from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
-from offload.models.vocabulary import check_vocabulary
 from offload.training.launch import run_recipe
 from offload.training.preflight import check_model
 from offload.training.settings import Checkpointer, Model
@@ -134,14 +132,9 @@ class GenerateRecipe:
         # What loads checkpoints also wants a place to save them.
         with tempfile.TemporaryDirectory() as scratch:
             weights, source, base = load_checkpoint(settings.checkpointer, settings.base_checkpoint_dir, Path(scratch))
-            for note in fill_from_base(settings.model, base):
-                _tell(note)
-            self.model = build_model(settings.model, device=self.device, dtype=self.dtype)
-            check_architecture(self.model, settings.model, base)
-            check_vocabulary(
-                self.tokenizer, self.model.tok_embeddings.num_embeddings, checkpoint="checkpointer.checkpoint_dir"
+            self.model = build_as_the_base(
+                settings.model, base, self.tokenizer, device=self.device, dtype=self.dtype, tell=_tell
             )
-            cap_logits(self.model)
             load_weights(self.model, weights, source=str(source))
         self.model.eval()
         self.context = self.model.max_seq_len

@@ -26,9 +26,10 @@ from torch import Tensor
 from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as state_file
+from offload.checkpoints.disk_space import free_bytes, size
 from offload.checkpoints.manifest import FORMAT, DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.sums import checksum
-from offload.errors import UserError
+from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
 
@@ -157,7 +158,7 @@ class CheckpointManager:
                 raise
             except Exception as error:  # it reads config.json
                 raise DamagedCheckpoint(
-                    f"{path} is damaged ({_one_line(error)}): resume from another checkpoint"
+                    f"{path} is damaged ({first_line(error)}): resume from another checkpoint"
                 ) from error
         return Loaded(model=model, adapter=adapter, recipe_state=state, step=manifest.step)
 
@@ -223,10 +224,10 @@ class CheckpointManager:
             checkpoint_folders.fsync_tree(temporary)
             checkpoint_folders.publish(temporary, final)
         except BaseException as error:
-            free = _free_bytes(self.output_dir)
+            free = free_bytes(self.output_dir)
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
-                raise self._cannot_save(final, needed, free, _one_line(error)) from error
+                raise self._cannot_save(final, needed, free, first_line(error)) from error
             raise
         self._delete_old(final)
         return final
@@ -236,17 +237,17 @@ class CheckpointManager:
         checkpoint_manifest.write(folder, step=step, sequence=sequence, sums=sums)
 
     def _check_space(self, final: Path, needed: int) -> None:
-        free = _free_bytes(self.output_dir)
+        free = free_bytes(self.output_dir)
         if free is not None and free < needed:
             raise self._cannot_save(final, needed, free, "the disk is too full")
 
     def _cannot_save(self, final: Path, needed: int, free: int | None, reason: str) -> UserError:
-        there = "" if free is None else f", {_size(free)} are free"
+        there = "" if free is None else f", {size(free)} are free"
         way_out = "free some space or choose another output_dir"
         if self.keep_last_n is None:
             way_out = "free some space, set keep_last_n, or choose another output_dir"
         return UserError(
-            f"cannot save the checkpoint {final}: {reason}; it needs {_size(needed)}{there}: {way_out} "
+            f"cannot save the checkpoint {final}: {reason}; it needs {size(needed)}{there}: {way_out} "
             "(earlier checkpoints are untouched)"
         )
 
@@ -293,7 +294,7 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
     except MemoryError:
         raise
     except Exception as error:  # PyTorch's unpickler raises whatever a damaged file leads it into
-        raise DamagedCheckpoint(f"{path} is damaged ({_one_line(error)}): resume from another checkpoint") from error
+        raise DamagedCheckpoint(f"{path} is damaged ({first_line(error)}): resume from another checkpoint") from error
     return adapter, state
 
 
@@ -339,26 +340,8 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
 def _nbytes(tensors: Mapping[str, Tensor] | None) -> int:
     known: int | None = getattr(tensors, "nbytes", None)  # of weights that are made when they are asked for
     if known is not None:
         return known
     return sum(tensor.numel() * tensor.element_size() for tensor in (tensors or {}).values())
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

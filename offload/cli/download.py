@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UserError
+from offload.errors import UserError, one_line
 
 # torchtune's checkpointer looks here for the name of the base model when it writes an adapter's config.
 _REPO_ID_FILE = "original_repo_id.json"
@@ -82,12 +82,8 @@ def _fetch(repo_id: str, folder: Path, ignore: list[str] | None, token: str | No
         hint = "check the spelling" if token else "check the spelling; a private one needs HF_TOKEN"
         raise UserError(f"no model {repo_id} at {page}: {hint}") from None
     except errors.HFValidationError as error:
-        raise UserError(f"repo_id: {_one_line(error)}") from None
+        raise UserError(f"repo_id: {one_line(error)}") from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"download of {repo_id} failed: {_one_line(error)}; the same command goes on where it stopped"
+            f"download of {repo_id} failed: {one_line(error)}; the same command goes on where it stopped"
         ) from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UserError
+from offload.errors import UserError, one_line
 
 # What resuming needs and nobody else: the optimizer's states, twice the size of the model and more; the configuration.
 RUN_FILES = ("recipe_state.pt", "checkpoint.json")
@@ -77,7 +77,7 @@ def _upload(folder: Path, repo_id: str, *, private: bool, revision: str | None, 
     except errors.LocalTokenNotFoundError:
         raise UserError("nobody is logged in: `hf auth login`, or export HF_TOKEN=...") from None
     except errors.HFValidationError as error:
-        raise UserError(f"repo_id: {_one_line(error)}") from None
+        raise UserError(f"repo_id: {one_line(error)}") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
@@ -85,11 +85,7 @@ def _upload(folder: Path, repo_id: str, *, private: bool, revision: str | None, 
                 f"{repo_id}: the Hub refuses to write there ({status}): `hf auth login` with a token that may write, "
                 "or another repository"
             ) from None
-        raise UserError(f"upload to {repo_id} failed: {_one_line(error)}; the same command tries again") from None
+        raise UserError(f"upload to {repo_id} failed: {one_line(error)}; the same command tries again") from None
     except client_errors as error:
-        raise UserError(f"upload to {repo_id} failed: {_one_line(error)}; the same command tries again") from None
+        raise UserError(f"upload to {repo_id} failed: {one_line(error)}; the same command tries again") from None
     return str(getattr(done, "commit_url", done))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

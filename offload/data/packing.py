@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from offload.data.labels import IGNORE_INDEX
 from offload.data.messages import RowError
 from offload.errors import UserError
-
-IGNORED = -100
-"""Label that does not count, as torch.nn.functional.cross_entropy has it."""
 
 
 def plan(lengths: Sequence[int], size: int, method: Literal["best_fit", "in_order"] = "best_fit") -> list[list[int]]:
@@ -146,7 +144,7 @@ def packed(samples: Sequence[Any], size: int, pad_id: int) -> dict[str, Tensor]:
     for sample in samples:
         length = len(sample["tokens"])
         tokens += sample["tokens"]
-        labels += [IGNORED, *sample["labels"][1:]]
+        labels += [IGNORE_INDEX, *sample["labels"][1:]]
         positions += range(length)
         lengths.append(length)
     padding = size - len(tokens)
@@ -154,7 +152,7 @@ def packed(samples: Sequence[Any], size: int, pad_id: int) -> dict[str, Tensor]:
         raise ValueError(f"samples of {len(tokens)} tokens do not fit into a pack of {size}")
     if padding:
         tokens += [pad_id] * padding
-        labels += [IGNORED] * padding
+        labels += [IGNORE_INDEX] * padding
         positions += range(padding)
         lengths.append(padding)
     return {

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 
 from offload.component import nearest
 from offload.data.files import Source
+from offload.data.labels import IGNORE_INDEX
 from offload.data.messages import THINKING, RowError, without_nulls
-from offload.data.packing import IGNORED, PackedSamples
+from offload.data.packing import PackedSamples
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
 
@@ -115,7 +116,7 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
             ids, counts = ids[:limit], counts[:limit]
         if self._all:
             return {"tokens": ids, "labels": list(ids)}
-        labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
+        labels = [token if counted else IGNORE_INDEX for token, counted in zip(ids, counts, strict=True)]
         return {"tokens": ids, "labels": labels}
 
     def where(self, index: int) -> str:
@@ -277,8 +278,8 @@ def shown(tokenizer: Any, sample: Mapping[str, Any], opening: str = "[[", closin
     pieces: list[str] = []
     start = 0
     for end in range(1, len(ids) + 1):
-        counted = labels[start] != IGNORED
-        if end < len(ids) and (labels[end] != IGNORED) == counted:
+        counted = labels[start] != IGNORE_INDEX
+        if end < len(ids) and (labels[end] != IGNORE_INDEX) == counted:
             continue
         text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
         pieces.append(f"{opening}{text}{closing}" if counted else text)

@@ -18,7 +18,7 @@ from offload.models.huggingface import AdaptedModel, HuggingFaceModel, from_pret
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.protocol import AdaptedLM, CausalLM, ModelFormat
 from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel, architecture, lora
-from offload.models.torchtune.building import build_model, load_weights
+from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.models.vocabulary import check_vocabulary
 from offload.training.settings import TrainSettings
@@ -101,13 +101,9 @@ class TorchtuneSource:
     def _build(self) -> torch.nn.Module:
         """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
         base = self.format.base
-        for note in architecture.fill_from_base(self._section, base):
-            say(note)
-        model = build_model(self._section, device=self._device, dtype=self._dtype)
-        architecture.check_architecture(model, self._section, base)
-        rows = getattr(getattr(model, "tok_embeddings", None), "num_embeddings", None)
-        check_vocabulary(self._tokenizer, rows, checkpoint=self.format.key)
-        architecture.cap_logits(model)
+        model = build_as_the_base(
+            self._section, base, self._tokenizer, device=self._device, dtype=self._dtype, tell=say
+        )
         for note in architecture.context_notes(base, getattr(self._tokenizer, "max_seq_len", None)):
             say(f"note: {note}")
         return model

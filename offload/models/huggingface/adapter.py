@@ -83,11 +83,6 @@ class AdaptedModel(HuggingFaceModel):
         config: dict[str, Any] = self._model.peft_config[ADAPTER].to_dict()
         return config
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write the adapter into ``folder`` in peft's own format."""
-        # Without asking whether the base's vocabulary was resized, which looks at the hub.
-        self._model.save_pretrained(folder, save_embedding_layers=False)
-
     def merged_weights(self) -> Mapping[str, Tensor]:
         """The base model's weights with the adapter merged in, under its own names; each is made when it is asked for,
         and the live model is not touched."""

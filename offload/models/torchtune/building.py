@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from offload.config.loading import instantiate
 from offload.errors import UserError
+from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
+from offload.models.torchtune.base_checkpoint import BaseCheckpoint
+from offload.models.vocabulary import check_vocabulary
 
 # torchao's NF4 has blocks of 64 weights, and blocks of 256 of their scales.
 _NF4_BLOCK = 64 * 256
@@ -35,6 +39,38 @@ def build_model(section: DictConfig, *, device: torch.device, dtype: torch.dtype
             f"model.quantize_base: NF4 takes weights whose number of elements is divisible by {_NF4_BLOCK}, and {name} "
             "is not; set model.quantize_base=False for a model this small"
         ) from error
+
+
+def build_as_the_base(
+    section: DictConfig,
+    base: BaseCheckpoint,
+    tokenizer: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tell: Callable[[str], object],
+) -> nn.Module:
+    """The model that the base checkpoint's ``config.json`` describes, randomly initialised.
+
+    Args:
+        section: the ``model`` component; what it leaves out is taken from there.
+        base: the base checkpoint.
+        tokenizer: its vocabulary has to fit.
+        device: where the model goes.
+        dtype: of its parameters.
+        tell: called with a line about each value that was taken.
+
+    Raises:
+        UserError: for a section, or a tokenizer, that is of another model.
+    """
+    for note in fill_from_base(section, base):
+        tell(note)
+    model = build_model(section, device=device, dtype=dtype)
+    check_architecture(model, section, base)
+    rows = getattr(getattr(model, "tok_embeddings", None), "num_embeddings", None)
+    check_vocabulary(tokenizer, rows, checkpoint="checkpointer.checkpoint_dir")
+    cap_logits(model)
+    return model
 
 
 def _not_quantisable(section: DictConfig) -> str | None:

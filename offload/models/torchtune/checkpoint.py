@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import torchao_shim
-from offload.errors import UserError
+from offload.errors import UserError, first_line
 from offload.models.companions import copy_companions
 from offload.models.safetensors_header import read_safetensors_header
 from offload.models.tensors import host_tensors
@@ -88,7 +88,7 @@ class TorchtuneFormat:
         except Exception as error:  # torchtune raises Exception itself for a key that it does not know
             # What torchtune says of a file that it cannot read is only that; the cause says more.
             cause = error.__cause__ if isinstance(error, ValueError) else None
-            reason = _one_line(cause or error)
+            reason = first_line(cause or error)
             raise UserError(
                 f"cannot read the weights in {directory} as checkpointer.model_type={self.base.model_type}: {reason} "
                 "(check model_type and config.json, or download the files again)"
@@ -244,10 +244,3 @@ def _main_dtype(model: Mapping[str, Tensor]) -> str:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".")[:300] if text else type(error).__name__

@@ -148,6 +148,11 @@ class HuggingFaceSource:
             section.path = str(folder)
         model: HuggingFaceModel = instantiate(section, device=self._device, dtype=self._dtype)
         check_vocabulary(self._tokenizer, model.num_embeddings, checkpoint=self.format.key)
+        if model.dequantized is not None:
+            say(
+                f"model: the {model.dequantized} weights of {self.format.directory} are dequantised: "
+                f"{self._dtype.itemsize} bytes per parameter, in memory and in checkpoints"
+            )
         if model.frozen:
             say(f"model: {', '.join(model.frozen)} are no part of the language model: they stay as they are")
         if not model.has_separate_head:

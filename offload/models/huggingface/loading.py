@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.errors import UserError
+from offload.models.huggingface import quantized
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
 
@@ -49,6 +50,7 @@ def from_pretrained(
         )
     folder = Path(path).expanduser().absolute()
     _check_folder(folder)
+    arguments = quantized.loading_arguments(folder)
     config = _read_config(folder, trust_remote_code)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -61,14 +63,17 @@ def from_pretrained(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # and told by name
+            **arguments,
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise _explained(folder, error, attn_implementation) from error
     model, report = loaded
     _check_report(folder, report)
+    if arguments:
+        del model._weight_conversions  # saving would go back to names of quantised weights
     if device.type == "cpu":
         _into_own_memory(model)
-    return HuggingFaceModel(model)
+    return HuggingFaceModel(model, dequantized=quantized.stored_format(folder))
 
 
 def _into_own_memory(model: nn.Module) -> None:

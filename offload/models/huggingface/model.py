@@ -24,13 +24,15 @@ class HuggingFaceModel:
     Args:
         module: the model, with its weights.
         name_or_path: where it came from: a folder, or a repository of the hub.
+        dequantized: the format of its folder's weights, where they became plain ones; None where they were.
 
     Attributes:
         frozen: names of the submodules that are not part of the language model.
     """
 
-    def __init__(self, module: Any, *, name_or_path: str | None = None) -> None:
+    def __init__(self, module: Any, *, name_or_path: str | None = None, dequantized: str | None = None) -> None:
         self.module: nn.Module = module
+        self.dequantized = dequantized
         self.name_or_path = name_or_path or module.config.name_or_path
         self._model = module
         self.frozen = _freeze_other_towers(module)
@@ -114,7 +116,8 @@ class HuggingFaceModel:
 
 def save_pretrained(model: Any, folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
     """``model.save_pretrained`` of other weights, with conversions (experts that were fused) on the host."""
-    converts = bool(getattr(model, "_weight_conversions", None))
+    # Where it is not recorded how the weights were read, transformers goes by the model's family.
+    converts = getattr(model, "_weight_conversions", None) != []
     model.save_pretrained(
         folder,
         state_dict={clean_name(name): tensor.cpu() if converts else tensor for name, tensor in weights.items()},

@@ -127,7 +127,8 @@ class CheckpointManager:
             here = [checkpoint.name for checkpoint in whole_checkpoints(self.output_dir)]
             raise UserError(
                 f"resume_from_checkpoint: there is no folder {name}, neither in {self.output_dir} nor as a path; give "
-                f"True for the newest checkpoint, False to start anew, or one of {', '.join(here) or '(none there)'}"
+                "auto or True for the newest checkpoint, False to start anew, or one of "
+                f"{', '.join(here) or '(none there)'}"
             )
         return path, self.load(path)
 

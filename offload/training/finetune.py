@@ -43,7 +43,7 @@ from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
-from offload.training.settings import TrainSettings
+from offload.training.settings import AUTO, TrainSettings
 from offload.training.source import find_source
 from offload.training.step import (
     build_profiler,
@@ -158,11 +158,21 @@ class FinetuneRecipe:
         chosen = self.settings.resume_from_checkpoint
         if chosen is False:
             return None
-        found = self.checkpoints.load_newest() if chosen is True else self.checkpoints.load_chosen(chosen)
+        takes_newest = chosen is True or chosen == AUTO
+        found = self.checkpoints.load_newest() if takes_newest else self.checkpoints.load_chosen(str(chosen))
+        if found is None and chosen == AUTO and not whole_checkpoints(self.output_dir):
+            say(f"resume_from_checkpoint={AUTO}: no checkpoint in {self.output_dir} yet, starting from the beginning")
+            self.cfg.resume_from_checkpoint = False  # what is recorded, and whether wandb continues a run
+            return None
         if found is None:
+            damaged = whole_checkpoints(self.output_dir)
             raise UserError(
-                f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir of "
-                "the run to go on with, or start anew with resume_from_checkpoint=False"
+                f"resume_from_checkpoint: every checkpoint in {self.output_dir} is damaged; give the output_dir of "
+                "another run, or start anew with resume_from_checkpoint=False"
+                if damaged
+                else f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir "
+                f"of the run to go on with, or resume_from_checkpoint={AUTO}, which starts from the beginning where "
+                "there is none"
             )
         self.resumed_from, loaded = found
         check_fields(loaded.recipe_state, self.resumed_from)

@@ -14,6 +14,9 @@ from offload.config.loading import Above, AtLeast, AtMost, Component, DottedPath
 from offload.data.source import check_not_streaming
 from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
 
+AUTO = "auto"
+"""For ``resume_from_checkpoint``: the newest checkpoint, or the beginning where there is none."""
+
 Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
 Model = Annotated[
@@ -90,7 +93,8 @@ class TrainSettings:
     checkpointer: Checkpointer | None = None
     """the base model's folder and kind, for torchtune's models"""
     resume_from_checkpoint: bool | str = False
-    """go on from the newest checkpoint in output_dir, or from one by name (step_100) or path"""
+    """auto goes on from the newest checkpoint in output_dir and starts from the beginning where there is none; True
+    wants one; or one by name (step_100) or path"""
     save_every_n_steps: Annotated[int, AtLeast(1)] | None = None
     """optimizer steps from one checkpoint to the next; null: one at the end of each epoch"""
     keep_last_n: Annotated[int, AtLeast(1)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,32 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(workspace: Any, tmp_pa
     assert [row["step"] for row in chosen.rows] == list(range(1, 7))
     unknown = workspace.run(tmp_path / "run", *SHORT, "resume_from_checkpoint=step_3")
     assert unknown.status == 2 and "step_2, step_4, step_6" in unknown.errors()[0]
+
+
+def test_one_command_for_a_job_that_may_be_stopped_at_any_time(workspace: Any, tmp_path: Path) -> None:
+    """auto starts from the beginning where nothing was saved, and goes on from the newest checkpoint where it was."""
+    run, auto = tmp_path / "run", "resume_from_checkpoint=auto"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')  # of a run that was killed before it saved
+    strict = workspace.run(run, *SHORT, RESUME)
+    assert strict.status == 2 and "no whole checkpoint" in strict.errors()[0]
+    assert "resume_from_checkpoint=auto" in strict.errors()[0]
+    first = workspace.run(run, *SHORT, auto, "max_steps_per_epoch=4")
+    assert first.status == 0, first.err
+    assert f"resume_from_checkpoint=auto: no checkpoint in {run} yet, starting from the beginning" in first.out
+    assert [row["step"] for row in first.rows] == [1, 2, 3, 4]
+    assert json.loads((run / "run.json").read_text())["config"]["resume_from_checkpoint"] is False
+    second = workspace.run(run, *SHORT, auto)
+    assert second.status == 0 and f"resuming from {run / 'step_4'}" in second.out
+    assert [row["step"] for row in second.rows] == list(range(1, 7))
+    third = workspace.run(run, *SHORT, auto)
+    assert third.status == 0 and "nothing is left to train" in third.out
+    for checkpoint in run.glob("step_*"):
+        flip(checkpoint / "recipe_state.pt", -100)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    damaged = workspace.run(run, *SHORT, auto)
+    assert damaged.status == 2 and f"every checkpoint in {run} is damaged" in damaged.errors()[0]
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def test_two_runs_in_one_output_dir(workspace: Any, tmp_path: Path) -> None:

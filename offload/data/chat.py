@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,9 +115,9 @@ class ChatTemplate:
             parts = self._between_prefixes(messages, turns, text, tools)
             if parts is None:
                 parts = self._around_marks(messages, turns, text, tools, end)
-        said = "".join(text[start:end] for start, end in parts)
-        for turn in turns:
-            if not any(piece in said for piece in _pieces(messages[turn])):
+        said = [text[start:end] for start, end in parts]
+        for number, turn in enumerate(turns):
+            if not _is_said(messages[turn], said[number] if len(said) == len(turns) else "".join(said)):
                 raise self._left_out(turn)
         if all(counts[turn] for turn in turns):
             return Rendered(text, parts)
@@ -343,8 +344,8 @@ class ChatTemplate:
 
     def _left_out(self, turn: int) -> RowError:
         return RowError(
-            f"the chat template leaves out what message {turn + 1}, of assistant, says; give a template that writes "
-            "it with tokenizer.chat_template=FILE, or leave the conversation out"
+            f"the chat template leaves out what message {turn + 1}, of assistant, says or calls; give a template that "
+            "writes it with tokenizer.chat_template=FILE, or leave the conversation out"
         )
 
     def _unclear(self, what: str) -> RowError:
@@ -425,10 +426,16 @@ def _answer(content: str) -> str:
     return content.rpartition("</think>")[2]
 
 
-def _pieces(message: Mapping[str, Any]) -> list[str]:
-    """What a turn says, as a template may write it: the answer and the names of tools."""
-    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    return [piece for piece in (_answer(message["content"]).strip(), *names) if piece]
+def _is_said(message: Mapping[str, Any], said: str) -> bool:
+    """Whether a turn's text has all of its tool calls; without calls, its answer.
+
+    An answer beside calls may be left out: gpt-oss takes it for a thinking part, which history does not have.
+    """
+    calls = Counter(call["function"]["name"] for call in message.get("tool_calls", ()))
+    if calls:
+        return all(said.count(name) >= times for name, times in calls.items())
+    answer = _answer(message["content"]).strip()
+    return answer != "" and answer in said
 
 
 def _arguments_as_json(messages: Messages) -> Messages:

@@ -105,9 +105,10 @@ def check_order(messages: Sequence[Mapping[str, Any]]) -> None:
         }
         if before not in follows[role]:
             after = f"follows one of {before}" if number > 1 else "comes first"
+            join = ", or make one message of the two" if before == role and number > 1 else ""
             raise RowError(
                 f"roles are out of order: message {number}, of {role}, {after}; "
-                f"it has to follow {_either(follows[role])}"
+                f"it has to follow {_either(follows[role])}{join}"
             )
         if role in ("user", "assistant") and not message["content"].strip() and not message.get("tool_calls"):
             raise RowError(f"message {number}, of {role}, is empty; fill it or leave the conversation out")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from offload.data.messages import RowError, conversation
@@ -111,6 +108,13 @@ CASES = {
         ],
     ),
     "gemma turns": ("gemma", TURNS_WITHOUT_SYSTEM, None, ["It is 3.<end_of_turn>", "That is 7. 🤗<end_of_turn>"]),
+    "gemma3 turns": ("gemma3", TURNS, None, ["It is 3.<end_of_turn>", "That is 7. 🤗<end_of_turn>"]),
+    "gemma3 without system": (
+        "gemma3",
+        TURNS_WITHOUT_SYSTEM,
+        None,
+        ["It is 3.<end_of_turn>", "That is 7. 🤗<end_of_turn>"],
+    ),
     "mistral turns": ("mistral", TURNS, None, [" It is 3.</s>", " That is 7. 🤗</s>"]),
     "mistral tools": (
         "mistral",
@@ -274,6 +278,11 @@ def test_tool_calls_as_text_read_as_mappings(chat_tokenizer):
 BAD = {
     "assistant first": ([assistant("Hi.")], "qwen3", "roles are out of order: message 1, of assistant, comes first"),
     "user twice": ([user("a"), user("b"), assistant("c")], "qwen3", "message 2, of user, follows one of user"),
+    "assistant twice": (
+        [user("a"), assistant("b"), assistant("c")],
+        "qwen3",
+        "message 3, of assistant, follows one of assistant; it has to follow user or tool, or make one message of",
+    ),
     "late system": ([user("a"), assistant("b"), SYSTEM], "qwen3", "message 3, of system, follows one of assistant"),
     "tool of nobody": ([user("a"), tool("b"), assistant("c")], "qwen3", "message 2, of tool, follows one of user"),
     "empty turn": ([user("a"), assistant(" \n")], "qwen3", "message 2, of assistant, is empty"),
@@ -353,66 +362,22 @@ def test_a_broken_template(byte_level, tmp_path):
         ChatTokenizer(byte_level, chat_template=path)
 
 
-def stock_templates() -> Path | None:
-    """trl ships the stock templates of models to know them by; nothing of trl is imported."""
-    found = importlib.util.find_spec("trl")
-    return Path(found.submodule_search_locations[0]) / "chat_templates" if found else None
+def test_masks_are_equal_with_marks_and_by_prefixes(chat_tokenizer, byte_level):
+    """The same template without its marks; they take along the newline behind <|im_end|>, which no model generates."""
+    marked = chat_tokenizer("chatml")
+    template = marked.hf.chat_template
+    for mark in ("{%- generation %}", "{%- endgeneration %}"):
+        assert mark in template
+        template = template.replace(mark, "")
+    ids, counts = ChatTokenizer(byte_level, chat_template=template).encode_chat(TURNS)
+    assert marked.encode_chat(TURNS)[0] == ids
+    newlines = [token == marked.encode("\n", add_bos=False, add_eos=False)[0] for token in ids]
+    after_end = [False, *(token == marked.hf.convert_tokens_to_ids("<|im_end|>") for token in ids[:-1])]
+    behind = [newline and after for newline, after in zip(newlines, after_end, strict=True)]
+    assert [count and not one for count, one in zip(marked.encode_chat(TURNS)[1], behind, strict=True)] == counts
 
 
-STOCK = {
-    "llama3_1": (TURNS, ["It is 3.<|eot_id|>", "That is 7. 🤗<|eot_id|>"]),
-    "qwen3": (THINKING, ["3<|im_end|>", "<think>\nthree plus four\n</think>\n\n7<|im_end|>"]),
-    "qwen2_5": (TURNS, ["  It is 3.\n<|im_end|>", "That is 7. 🤗<|im_end|>"]),
-    "gemma3": (TURNS, ["It is 3.<end_of_turn>", "That is 7. 🤗<end_of_turn>"]),
-    "gptoss": (
-        CALLS[:4],
-        [
-            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>',
-            "<|channel|>analysis<|message|>It says sun.<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>No, sun.<|return|>",
-        ],
-    ),
-    "phi3": (THINKING, ["3<|end|>", "7<|end|>"]),
-}
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_stock_templates(byte_level, spans, name):
-    folder = stock_templates()
-    if folder is None or not (folder / f"{name}.jinja").is_file():
-        pytest.skip("trl, which ships stock chat templates, is not installed")
-    messages, expected = STOCK[name]
-    tokenizer = ChatTokenizer(byte_level, chat_template=folder / f"{name}.jinja")
-    assert spans(tokenizer, *tokenizer.encode_chat(messages)) == expected
-
-
-@pytest.mark.parametrize("messages", [TURNS_WITHOUT_SYSTEM, CALLS], ids=["turns", "tools"])
-@pytest.mark.parametrize(
-    "name", ["llama3", "gemma", "gemma3", "gptoss", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2_v2"]
-)
-def test_stock_templates_count_what_trls_marks_do(byte_level, name, messages):
-    """trl marks its training variants by hand; they take along the end of the prompt or the newline after a turn."""
-    folder = stock_templates()
-    if folder is None or not (folder / f"{name}_training.jinja").is_file():
-        pytest.skip("trl, which ships stock chat templates and variants with marks, is not installed")
-    stock = ChatTokenizer(byte_level, chat_template=folder / f"{name}.jinja").template
-    marked = ChatTokenizer(byte_level, chat_template=folder / f"{name}_training.jinja").template
-    read = conversation(messages)
-    try:
-        found = stock.trained(read)
-    except RowError as refused:
-        assert messages is CALLS and ("alternate" in str(refused) or "leaves out" in str(refused))
-        return
-    expected = marked.trained(read)
-    assert expected.text == found.text
-    text = found.text
-    for ours, theirs in zip(found.trained, expected.trained, strict=True):
-        assert theirs[0] <= ours[0] < ours[1] <= theirs[1]
-        assert text[theirs[0] : ours[0]].strip() in ("", "<|start|>assistant")
-        assert text[ours[1] : theirs[1]].strip() == ""
-
-
-@pytest.mark.parametrize("template", ["llama31", "gemma"])
+@pytest.mark.parametrize("template", ["llama31", "gemma", "gemma3"])
 def test_marks_find_what_prefixes_find(chat_tokenizer, template):
     """Templates that both ways apply to."""
     template = chat_tokenizer(template).template

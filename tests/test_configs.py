@@ -311,3 +311,9 @@ def test_every_knob_of_cost_is_explained(path: Path) -> None:
         if key in KNOBS and key not in seen and not (key == "dtype" and path.stem.startswith("tiny")):
             assert "  # " in line, line
         seen.add(key)
+
+
+@every_config
+def test_what_trains_models_of_transformers_needs_no_torchtune(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "_component_: offload.models.huggingface." not in text or "torchtune." not in text

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from offload.component import resolve
 from offload.data.labels import shift_labels
@@ -38,7 +38,7 @@ from offload.data.sft import sft_dataset, shown
 from offload.data.source import described, open_dataset
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
-from offload.models.torchtune.datasets import block_causal_mask, concatenated, is_packed, supports_flex_attention
+from offload.models.torchtune.datasets import block_causal_mask, is_packed, supports_flex_attention
 
 _DEATH_SECONDS = 2.0
 
@@ -138,7 +138,7 @@ class Collate:
     """Samples to a :class:`Batch`; counts tokens before padding hides them.
 
     Args:
-        collate_fn: the collator for these samples: torchtune's, or :class:`PackedCollate`.
+        collate_fn: the collator for these samples.
         padding_idx: the token that pads packed samples; None for samples that are not padded yet.
         ignore_index: label that does not count.
     """
@@ -427,7 +427,7 @@ def build_batches(
         raise UserError(f"{key}: packed and other data sets cannot be mixed; give all of them the same packed=…")
     dataset: Any
     if all(packed):
-        dataset = datasets[0] if len(datasets) == 1 else concatenated(datasets)
+        dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
         has_flex_attention = masks and kind == "cuda" and supports_flex_attention()
         collate = Collate(PackedCollate(masks, has_flex_attention), datasets[0].padding_idx, ignore_index)
     else:
@@ -474,7 +474,7 @@ def _without_packing(section: DictConfig) -> DictConfig:
 
 
 class _PaddingCollate:
-    """torchtune's padding collators with their two settings bound (a class, so that workers can have it)."""
+    """A padding collator with its two settings bound (a class, so that workers can have it)."""
 
     def __init__(self, function: Callable[..., dict[str, Any]], padding_idx: int, ignore_index: int) -> None:
         self._function, self._padding_idx, self._ignore_index = function, padding_idx, ignore_index

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from offload.component import nearest
 from offload.config.loading import instantiate
+from offload.config.schema import resolve
 from offload.errors import UserError
 from offload.models.torchtune.datasets import packing_through
 
@@ -36,6 +37,7 @@ def open_dataset(section: DictConfig, tokenizer: Any, key: str, rows_of: Callabl
     """
     files = data_files(section)
     _check_section(section, key, files)
+    resolve(section.get("_component_"), key=f"{key}._component_")  # imported before anything asks what it imported
     try:
         with packing_through(rows_of):
             dataset = instantiate(section, tokenizer)

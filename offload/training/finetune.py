@@ -16,7 +16,6 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from offload import torchao_shim
 from offload.checkpoints import disk_space
 from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder
 from offload.checkpoints.manifest import read as read_manifest
@@ -33,7 +32,6 @@ from offload.errors import NotFiniteError, UserError
 from offload.metrics.lines import say
 from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
-from offload.models.torchtune.checkpoint import quiet_torchtune
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
@@ -43,6 +41,7 @@ from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
+from offload.training.seed import set_seed
 from offload.training.settings import AUTO, TrainSettings
 from offload.training.source import find_source
 from offload.training.step import (
@@ -77,7 +76,6 @@ class FinetuneRecipe:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, settings: TrainSettings, cfg: DictConfig) -> None:
-        torchao_shim.install()
         self.settings, self.cfg = settings, cfg
         self.output_dir = output_folder(settings.output_dir)
         self.epoch = 0
@@ -117,8 +115,6 @@ class FinetuneRecipe:
 
     def setup_run(self) -> Loaded | None:
         """Device, precision, tokenizer, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
-        from torchtune.training import set_seed
-
         settings = self.settings
         self.device, self.dtype, reason = self.check(settings)
         say(reason)
@@ -129,11 +125,8 @@ class FinetuneRecipe:
         remove_leftover(self.output_dir)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
-        with quiet_torchtune():
-            self.seed = set_seed(
-                seed=state.get("seed") if settings.seed is None else settings.seed,
-                debug_mode=settings.cudnn_deterministic_mode,
-            )
+        seed = state.get("seed") if settings.seed is None else settings.seed
+        self.seed = set_seed(seed, settings.cudnn_deterministic_mode)
         say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
         self.global_step = self.saved_step = state.get("global_step", 0)
@@ -184,7 +177,7 @@ class FinetuneRecipe:
         """Loss, data sets, and how many steps they make."""
         settings = self.settings
         self.loss_fn = instantiate(settings.loss)
-        common = {
+        common: dict[str, Any] = {
             "collate_fn": settings.collate_fn,
             "ignore_index": getattr(self.loss_fn, "ignore_index", IGNORE_INDEX),
             "seed": self.seed,

@@ -82,7 +82,7 @@ class TrainSettings:
     """sequences per forward; activation memory grows with it"""
     num_workers: Annotated[int, AtLeast(0)] = 0
     """processes that load data; 0 loads in the training process"""
-    collate_fn: Annotated[str, DottedPath()] = "torchtune.data.padded_collate_sft"
+    collate_fn: Annotated[str, DottedPath()] = "offload.data.collate.padded_collate_sft"
     """function that makes a batch of samples that are not packed"""
     evaluation: Evaluation | None = None
     """loss on held-out data; null: none"""
@@ -132,7 +132,7 @@ class TrainSettings:
     metric_logger: (
         Annotated[
             Component,
-            Makes("a logger", "torchtune.training.metric_logging.MetricLoggerInterface", or_has="log_dict"),
+            Makes("a logger", "offload.metrics.log.Mirror", or_has="log_dict"),
         ]
         | None
     ) = None

@@ -109,8 +109,8 @@ def build_profiler(section: DictConfig | None) -> Any:
     """The ``profiler`` component, or None where there is none or it is not enabled."""
     if section is None or not section.get("enabled", False):
         return None
-    profiler, _ = instantiate(section)
-    return profiler
+    made = instantiate(section)
+    return made[0] if isinstance(made, tuple) else made  # torchtune's comes with its settings
 
 
 def build_scheduler(section: DictConfig | None, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:

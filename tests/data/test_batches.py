@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload import torchao_shim
 from offload.data.batches import Batch, Batches, Collate, PackedCollate, build_batches, document_mask
+from offload.data.collate import padded_collate_sft
 from offload.errors import UserError
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training.step import count_steps
@@ -162,6 +163,23 @@ def test_packs_are_collated_as_torchtune_does() -> None:
     batch = packed(has_flex_attention=False)
     assert batch.documents is None and batch.inputs.keys() == expected.keys()
     assert all(torch.equal(batch.inputs[name], expected[name]) for name in expected)
+
+
+def test_samples_are_padded_as_torchtune_does() -> None:
+    torchao_shim.install()
+    from torchtune import data
+
+    samples = [
+        {"tokens": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"tokens": [], "labels": []},
+        {"tokens": [9], "labels": [9]},
+        {"tokens": torch.arange(2), "labels": [1, 2]},
+    ]
+    expected = data.padded_collate_sft(samples, padding_idx=3, ignore_idx=-7)
+    made = padded_collate_sft(samples, padding_idx=3, ignore_idx=-7)
+    assert made.keys() == expected.keys() and made["tokens"].shape == (4, 3)
+    for name, tensor in expected.items():
+        assert torch.equal(made[name], tensor) and made[name].dtype == tensor.dtype
 
 
 def test_the_mask_for_flex_attention_is_the_dense_one_and_made_without_waiting() -> None:

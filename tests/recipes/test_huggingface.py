@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,29 @@ def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path) -> Non
     assert lines[-4:] == [f"> {QUESTION}", ANSWER] * 2
     assert run_recipe(module.GenerateRecipe, argv) == 2
     assert "give either prompt.user" in here.capture.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["full_finetune_single_device"])
+def test_a_run_imports_no_torchtune(recipe: str, here: Workspace, tmp_path: Path) -> None:
+    """The shipped configs where importing torchtune raises: a run, its model asked."""
+    rows = [{"prompt": f"What is {n}?", "completion": f"{n}."} for n in range(40)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = yaml.safe_load(here.config(FULL).read_text())["model"]["path"]
+    words = [f"model.path={base}", "device=cpu", "dtype=fp32"]
+    if recipe == "generate":
+        words = ["--config", "hf_generate", *words, "prompt.user=Why?", "max_new_tokens=2"]
+    else:
+        words = ["--config", "hf_offload", *words, f"dataset.path={data}", f"output_dir={tmp_path / 'out'}"]
+        words += ["tokenizer.max_seq_len=60", "max_steps_per_epoch=2", "metric_logger=null"]
+    program = (
+        "import sys\n"
+        "for name in ('torchtune', 'torchtune._cli'):\n"
+        "    sys.modules[name] = None\n"
+        "from offload.cli.main import main\n"
+        f"sys.exit(main({['run', recipe, *words]!r}))"
+    )
+    process = here.spawn([sys.executable, "-c", program], cwd=tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert recipe == "generate" or "step_2" in out

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 
+def _is_imported() -> bool:
+    """What torchtune has to do with a data set, it was imported for."""
+    return "torchtune.datasets" in sys.modules
+
+
 def is_packed(dataset: Any) -> bool:
     """Whether a data set consists of torchtune's packs."""
+    if not _is_imported():
+        return False
     from torchtune.datasets import PackedDataset
 
     return isinstance(dataset, PackedDataset)
-
-
-def concatenated(datasets: Sequence[Any]) -> Any:
-    """Data sets one behind the other."""
-    from torchtune.datasets import ConcatDataset
-
-    return ConcatDataset(list(datasets))
 
 
 def supports_flex_attention() -> bool:
@@ -46,8 +47,12 @@ def block_causal_mask(lengths: list[Tensor]) -> Tensor:
 def packing_through(rows_of: Callable[[Any], Any]) -> Iterator[None]:
     """While a data set is built, torchtune's packing reads its rows through ``rows_of``.
 
-    The builders pack what they have just made, and give no other hold on its rows.
+    The builders pack what they have just made, and give no other hold on its rows. Nothing happens where torchtune has
+    not been imported, with the builder that a section names.
     """
+    if not _is_imported():
+        yield
+        return
     from torchtune.datasets import PackedDataset
 
     original = PackedDataset.__init__

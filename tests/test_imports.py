@@ -1,8 +1,8 @@
 """The import graph keeps DESIGN.md's one-way rule, and what must stay light stays light.
 
-Rooms, from the top: cli, then training, then plan and models, then the optimizer beside the simulation, then engine,
-optim and data. A module imports from its own room, from any room below, and from the leaves (errors, component,
-streams), which everything may use.
+Rooms, from the top: cli, then training and comparison, then plan and models, then the optimizer beside the simulation,
+then engine, optim and data. A module imports from its own room, from any room below, and from the leaves (errors,
+component, streams), which everything may use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     "cli": 9,
+    "comparison": 8,
     "training": 8,
     "checkpoints": 7,
     "metrics": 7,

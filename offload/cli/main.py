@@ -1,4 +1,4 @@
-"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push``.
+"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push | compare``.
 
 It answers for our recipes and configs and for torchtune's. What belongs to torchtune is handed on to its own
 command, imported at that moment and not before.
@@ -29,6 +29,7 @@ examples:
   tune ls                                   every recipe and config, torchtune's included
   tune cp llama2_7b_offload ./mine.yaml     a config of your own to edit
   tune validate ./mine.yaml batch_size=4    is it well-formed? loads no weights
+  tune compare outputs/a outputs/b          two runs beside each other: speed, memory, loss
 
 `tune COMMAND --help` tells more. `tune-offload` and `python -m offload` are the same command.
 """
@@ -60,7 +61,7 @@ examples:
 """
 
 
-_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push")
+_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,10 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
     validate.set_defaults(execute=_validate)
 
-    from offload.cli import download, push
+    from offload.cli import compare, download, push
 
     download.add_parser(commands)
     push.add_parser(commands)
+    compare.add_parser(commands)
     return parser
 
 

@@ -113,7 +113,7 @@ def _has_lines(terminal: TextIO) -> bool:
         return True
 
 
-def _from_here(path: Path) -> str:
+def from_here(path: Path) -> str:
     """A path as one would type it in the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path)
@@ -173,8 +173,8 @@ def summary(
     elif spent:
         lines.append(("time", ", ".join(spent)))
     if checkpoint is not None:
-        lines.append(("checkpoint", _from_here(Path(checkpoint))))
-    lines.append(("metrics", _from_here(path / "metrics.jsonl" if path.is_dir() else path)))
+        lines.append(("checkpoint", from_here(Path(checkpoint))))
+    lines.append(("metrics", from_here(path / "metrics.jsonl" if path.is_dir() else path)))
     lines.extend(notes)
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)

@@ -93,13 +93,13 @@ def _temporary(folder: Path) -> Path:
     return folder / f".{RUN_FILE}.tmp"
 
 
-def read_run(folder: str | Path) -> dict[str, Any]:
-    """The content of a run's ``run.json``; empty where there is none.
+def read_run(folder: str | Path, name: str = RUN_FILE) -> dict[str, Any]:
+    """The content of a run's ``run.json``, or of ``run.<n>.json``, an earlier run's; empty where there is none.
 
     Raises:
         ValueError: it is no JSON object.
     """
-    path = Path(folder) / RUN_FILE
+    path = Path(folder) / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

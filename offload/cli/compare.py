@@ -1,0 +1,77 @@
+"""``tune compare``: runs beside each other, in the terminal, as a page and as a picture; offline."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds ``compare`` to the sub-commands of an argparse parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="lay runs beside each other",
+        description="Compares runs by what they left in their output_dir: speed, where a step's time goes, memory, "
+        "loss at equal tokens, and what differs in their configurations. Prints a table and writes a page with their "
+        "curves (one HTML file that needs no network) and, where matplotlib is installed, a picture.",
+        epilog="example: tune compare outputs/adamw outputs/packed",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir or its metrics.jsonl")
+    parser.add_argument("--out", type=Path, help="where page and picture go, without suffix (default: `compared` "
+                        "beside the first run's folder)")  # fmt: skip
+    parser.add_argument("--title", help="of page and picture (default: the page's is the runs' folders)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no files")
+    parser.set_defaults(execute=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from offload.comparison import table
+    from offload.comparison.runs import read_runs
+
+    runs = read_runs(args.runs)
+    lines = [*table.lines(runs), *table.differences(runs)]
+    if args.json:
+        print(table.as_json(lines, runs))
+        return 0
+    width = shutil.get_terminal_size((120, 0)).columns if sys.stdout.isatty() else 10_000
+    print(table.render(lines, runs, width))
+    out = args.out.expanduser() if args.out else runs[0].folder.resolve().parent / "compared"
+    print()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write(runs, lines, out, args.title)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {out}: {error.strerror or error}") from None
+    return 0
+
+
+def _write(runs: Any, lines: Any, out: Path, title: str | None) -> None:
+    from offload.comparison.page import render_page
+    from offload.metrics.progress import from_here
+
+    page = _with_suffix(out, ".html")
+    names = ", ".join(dict.fromkeys(run.folder.resolve().name for run in runs))
+    page.write_text(render_page(runs, lines, title or names), encoding="utf-8")
+    print(f"page     {from_here(page)}")
+    try:
+        import matplotlib
+    except ImportError:
+        print("picture  needs matplotlib: pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    from offload.comparison import picture
+
+    target = _with_suffix(out, ".png")
+    picture.draw_several(runs, target, title)
+    print(f"picture  {from_here(target)}")
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    """``compared.html`` for ``compared``, ``compared.html`` and ``compared.png`` alike; ``lr1.5`` keeps its dot."""
+    base = path.with_suffix("") if path.suffix in (".html", ".png") else path
+    return base.with_name(base.name + suffix)

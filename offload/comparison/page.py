@@ -1,0 +1,103 @@
+"""A comparison as one HTML file that needs nothing else: no network, no server, no account.
+
+The curves are drawn by uPlot 1.6.32 (https://github.com/leeoniya/uPlot, MIT), which lies in ``uplot/`` and is written
+into the page. A policy in the page's head forbids it any request.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from offload.comparison.runs import AXES, Run
+from offload.comparison.table import Line, letter_of
+
+# More points than any screen has columns.
+MAX_POINTS = 4000
+
+
+def render_page(runs: Sequence[Run], table: Sequence[Line], title: str) -> str:
+    """The page: what the runs are, their curves over steps, tokens or time, and the table.
+
+    Args:
+        runs: at least one.
+        table: the lines of :func:`offload.comparison.table.lines` and ``differences``.
+        title: of the page.
+    """
+    files = resources.files("offload.comparison")
+
+    def text(name: str) -> str:
+        return files.joinpath(name).read_text(encoding="utf-8")
+
+    data = json.dumps(_data(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "TITLE": html.escape(title),
+        "UPLOT_CSS": text("uplot/uPlot.min.css"),
+        "UPLOT_JS": text("uplot/uPlot.iife.min.js"),
+        "UPLOT_LICENSE": text("uplot/LICENSE"),
+        "DATA": data,
+        "TABLE": _table(runs, table),
+    }
+    # In one pass: what is put in is not looked through again.
+    return re.sub(r"\{\{([A-Z_]+)\}\}", lambda mark: parts[mark[1]], text("page.html"))
+
+
+def _data(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the page draws: the names of the axes, and each run's columns, ``null`` where a line has no value."""
+    content = []
+    for index, run in enumerate(runs):
+        kept = _kept(run)
+        rows = [run.rows[each] for each in kept]
+        keys = [key for key in dict.fromkeys(key for row in rows for key in row) if _is_curve(key)]
+        columns = {key: [_number(row.get(key)) for row in rows] for key in keys}
+        for over in AXES:
+            places = run.places(over)
+            columns[over] = [_number(places[each]) for each in kept]
+        content.append({"name": letter_of(index), "label": run.label, "columns": columns})
+    return {"axes": AXES, "runs": content}
+
+
+def _kept(run: Run) -> list[int]:
+    """Which lines are drawn: all, or of each stretch those with the least and the greatest loss, so that no spike is
+    lost; and all evaluations."""
+    count = len(run.rows)
+    if count <= MAX_POINTS:
+        return list(range(count))
+    stretch = math.ceil(2 * count / MAX_POINTS)
+    kept = {0, count - 1}
+    kept.update(index for index, row in enumerate(run.rows) if row.get("evaluation/loss") is not None)
+    for begin in range(0, count, stretch):
+        losses = {index: row["loss"] for index, row in enumerate(run.rows[begin : begin + stretch], begin)
+                  if isinstance(row.get("loss"), int | float)}  # fmt: skip
+        kept.update((min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)) if losses else (begin,))
+    return sorted(kept)
+
+
+def _is_curve(key: str) -> bool:
+    return key not in (*AXES, "time", "nonfinite")
+
+
+def _number(value: Any) -> float | int | None:
+    """Six digits, which is more than a screen shows."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _table(runs: Sequence[Run], table: Sequence[Line]) -> str:
+    rows = []
+    section = None
+    for line in table:
+        if line.section != section:
+            section = line.section
+            heads = "".join(f"<th>{letter_of(index)}</th>" for index in range(len(runs)))
+            rows.append(f'<tr class="section"><th>{html.escape(section)}</th>{heads}</tr>')
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in line.cells())
+        inner = ' class="inner"' if line.name.startswith(" ") else ""
+        rows.append(f"<tr><th{inner}>{html.escape(line.name.strip())}</th>{cells}</tr>")
+    return "\n".join(rows)

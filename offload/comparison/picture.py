@@ -1,0 +1,114 @@
+"""Pictures of runs as PNG files; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.comparison.runs import AXES, Run
+from offload.comparison.table import PHASES, step_times
+from offload.metrics.run_summary import summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEMORY = {
+    "memory/device_peak_allocated_gib": "device, allocated",
+    "memory/host_rss_peak_gib": "host, resident",
+    "memory/host_pinned_gib": "host, page-locked",
+}
+
+
+def draw_one(run: Run, out: Path, title: str) -> None:
+    """Three panels over optimizer steps: loss, tokens per second, peak memory in GiB."""
+    import matplotlib.pyplot as plt
+
+    figure, (loss, speed, memory) = plt.subplots(3, 1, sharex=True, figsize=(8, 7.5), height_ratios=(2, 1, 1))
+    loss.plot(*run.column("loss"), color="tab:blue", linewidth=1, label="training loss")
+    loss.plot(*run.column("evaluation/loss"), "o-", color="tab:orange", markersize=4, label="held-out loss")
+    loss.set_ylabel("loss (nats per label)")
+    loss.legend()
+    speed.plot(*run.column("tokens_per_second"), color="tab:green", linewidth=1)
+    speed.set_ylabel("tokens per second")
+    speed.set_ylim(bottom=0)
+    on_device = any(row.get("memory/device_peak_allocated_gib") for row in run.rows)
+    for key, label in MEMORY.items():
+        if on_device or key == "memory/host_rss_peak_gib":
+            memory.plot(*run.column(key), linewidth=1.5, label=label)
+    memory.set_ylabel("peak memory (GiB)")
+    memory.set_ylim(0, 1.15 * memory.get_ylim()[1])
+    memory.legend()
+    memory.set_xlabel("optimizer step")
+    for axes in (loss, speed, memory):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def draw_several(runs: Sequence[Run], out: Path, title: str | None = None) -> None:
+    """Loss over steps, tokens and training time; tokens per second, time of a step by phase, peak memory in GiB."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
+
+    figure, (losses, (speed, steps, memory)) = plt.subplots(
+        2, 3, figsize=(15, 7.5), height_ratios=(3, 2), layout="constrained"
+    )
+    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for over, axes in zip(AXES, losses, strict=True):
+        for index, run in enumerate(runs):
+            color = colors[index % len(colors)]
+            _curve(axes, *run.column("loss", over), color, run.label)
+            axes.plot(*run.column("evaluation/loss", over), "o--", color=color, markersize=5, markeredgecolor="white")
+        axes.set_xlabel(AXES[over])
+        if over != "training_seconds":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes is not losses[0]:
+            axes.sharey(losses[0])
+            axes.tick_params(labelleft=False)
+    losses[0].set_ylabel("loss (nats per label); dots: held out")
+    for index, run in enumerate(runs):
+        color = colors[index % len(colors)]
+        _curve(speed, *run.column("tokens_per_second", "tokens_seen"), color, run.label)
+        speed.axhline(summarise(run.rows).get("tokens_per_second", 0.0), color=color, linestyle=":", linewidth=1)
+    speed.set(xlabel=AXES["tokens_seen"], ylabel="tokens per second; dotted: median")
+    speed.set_ylim(bottom=0)
+    for axis in (speed.xaxis, speed.yaxis):
+        axis.set_major_formatter(EngFormatter(sep=""))
+    phases = {words: [1000 * step_times(run).get(phase, 0.0) for run in runs] for phase, words in PHASES.items()}
+    _bars(steps, phases, colors)
+    steps.set_xlabel("time of a step (ms)")
+    peaks = [summarise(run.rows) for run in runs]
+    kinds = {key.removeprefix("memory/"): words for key, words in MEMORY.items()}
+    known = {words: [peak.get(key, 0.0) for peak in peaks] for key, words in kinds.items()}
+    _bars(memory, {words: values for words, values in known.items() if any(values)}, colors)
+    memory.set_xlabel("peak memory (GiB)")
+    for axes in (*losses, speed, steps, memory):
+        axes.grid(alpha=0.3)
+    handles, labels = losses[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(2, len(runs)), frameon=False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(out, dpi=110)
+
+
+def _curve(axes: Axes, x: list[float], y: list[float], color: Any, label: str) -> None:
+    """The values faintly, and their mean over a fiftieth of the run, which tells noisy runs apart."""
+    axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
+    half = len(y) // 100
+    means = [sum(part) / len(part) for part in (y[max(0, i - half) : i + half + 1] for i in range(len(y)))]
+    axes.plot(x, means, color=color, linewidth=1.5, label=label)
+
+
+def _bars(axes: Axes, kinds: dict[str, list[float]], colors: Any) -> None:
+    """A group of bars for each kind, a bar for each run."""
+    for place, values in enumerate(kinds.values()):
+        height = 0.7 / len(values)
+        for index, value in enumerate(values):
+            at = place + (index - (len(values) - 1) / 2) * height
+            axes.barh(at, value, 0.9 * height, color=colors[index % len(colors)])
+            axes.text(value, at, f" {value:.3g}" if value < 1000 else f" {value:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(kinds)), [kind.replace(", ", ",\n") for kind in kinds])
+    axes.set_ylim(max(len(kinds), 1) - 0.5, -0.5)
+    axes.margins(x=0.15)

@@ -148,6 +148,11 @@ class Collate:
         self._padding_idx = padding_idx
         self._ignore_index = ignore_index
 
+    @property
+    def is_packed(self) -> bool:
+        """The samples are packs."""
+        return self._padding_idx is not None
+
     def __call__(self, samples: list[Any]) -> Batch | BadRow:
         """The batch of these samples; where one is a bad row, that."""
         bad = next((sample for sample in samples if isinstance(sample, BadRow)), None)
@@ -157,8 +162,7 @@ class Collate:
         inputs = self._collate_fn(samples)
         labels = shift_labels(inputs.pop("labels"), self._ignore_index)
         count = int((labels != self._ignore_index).sum())
-        packed = self._padding_idx is not None
-        num_samples = int((inputs["input_pos"] == 0).sum()) if packed else len(samples)
+        num_samples = int((inputs["input_pos"] == 0).sum()) if self.is_packed else len(samples)
         documents = inputs.pop("documents", None)
         return Batch(inputs, labels, num_tokens, count, num_tokens / max(1, num_samples), documents)
 
@@ -221,6 +225,11 @@ class Batches:
         self.tally = Tally()
         self.notes: list[str] = []
         self.first_sample: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """The batches are of packs."""
+        return self._collate.is_packed
 
     @property
     def num_rows(self) -> int:

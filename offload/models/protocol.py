@@ -48,6 +48,13 @@ class CausalLM(Protocol):
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the whole model, shape [batch, tokens, vocabulary]."""
 
+    def check_packs(self) -> None:
+        """Before it is called with packs.
+
+        Raises:
+            UserError: for a model that does not keep the documents of a pack apart.
+        """
+
     def checkpoint_activations(self) -> None:
         """Keep each layer's input alone in forward and compute the layer again in backward."""
 

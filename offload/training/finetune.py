@@ -256,6 +256,8 @@ class FinetuneRecipe:
         settings = self.settings
         self.parts, self.model = parts, parts.module
         self.check_length(parts.max_seq_len)
+        if any(batches.is_packed for batches in (self.batches, self.held_out) if batches is not None):
+            parts.check_packs()
         if settings.compile:
             parts.compile_layers()
         self.activations = prepare_activations(

@@ -105,6 +105,8 @@ def test_what_does_not_fit_is_refused():
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 4},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 8},
+    # Its two kinds of layers turn positions by two bases.
     "gemma3_text": {"sliding_window": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
 }
 
@@ -133,10 +135,14 @@ def summed_loss(model, tokens, labels, positions=None):
     return functional.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum")
 
 
+DOCUMENTS = ((9, 3), (2, 0), (6, 0), (11, 5))
+TOKENS = sum(length for length, _ in DOCUMENTS)
+
+
 def documents():
     draw = random.Random(0)
     found = []
-    for length, prompt in ((9, 3), (2, 0), (6, 0), (11, 5)):
+    for length, prompt in DOCUMENTS:
         ids = [draw.randrange(97) for _ in range(length)]
         found.append({"tokens": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
     return found
@@ -148,9 +154,10 @@ def gradients(model):
     return found
 
 
+@pytest.mark.parametrize("size", [TOKENS, TOKENS + 4], ids=["full", "padded"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_the_documents_alone(family, attention):
+def test_gradients_are_those_of_the_documents_alone(family, attention, size):
     """fp32; positions alone keep documents apart in transformers' masks.
 
     The bound is 2e-6 of each tensor's largest gradient: sums of some hundred products in another order.
@@ -160,7 +167,7 @@ def test_gradients_are_those_of_the_documents_alone(family, attention):
         summed_loss(model, torch.tensor(one["tokens"]), torch.tensor(one["labels"])).backward()
     expected = gradients(model)
 
-    pack = packed(documents(), 32, pad_id=0)
+    pack = packed(documents(), size, pad_id=0)
     summed_loss(model, pack["tokens"], pack["labels"], pack["input_pos"][None]).backward()
     found = gradients(model)
     for name, gradient in expected.items():
@@ -175,7 +182,7 @@ def test_gradients_are_those_of_the_documents_alone(family, attention):
 
 
 @pytest.mark.slow  # compiling flex attention for a CPU takes 20 s
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_flex_attention_keeps_documents_apart(family):
     """Logits; flex attention has no backward on a CPU."""
     model = tiny(family, "flex_attention").eval()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.engine.units import clean_name
 from offload.models.huggingface.head import Head
+from offload.models.huggingface.packs import Packs
 from offload.models.size import Size, matmul_parameters
 
 
@@ -35,6 +36,7 @@ class HuggingFaceModel:
         self.dequantized = dequantized
         self.name_or_path = name_or_path or module.config.name_or_path
         self._model = module
+        self._packs = Packs(module)
         self.frozen = _freeze_other_towers(module)
         self._head = Head(module, module.config.get_text_config())
         self.has_separate_head = self._head.is_whole(self._device)
@@ -74,7 +76,7 @@ class HuggingFaceModel:
         return int(self._model.get_input_embeddings().weight.shape[0])
 
     def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
-        return self._head.input_of(_arguments(inputs))
+        return self._packs.rows(self._head.input_of(self._packs.arguments(inputs)), inputs)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -83,8 +85,10 @@ class HuggingFaceModel:
         return list(self._head.module.parameters())
 
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        logits: Tensor = self._model(**_arguments(inputs)).logits
-        return logits
+        return self._packs.rows(self._model(**self._packs.arguments(inputs)).logits, inputs)
+
+    def check_packs(self) -> None:
+        self._packs.check()
 
     def checkpoint_activations(self) -> None:
         """As the protocol says.
@@ -123,14 +127,6 @@ def save_pretrained(model: Any, folder: Path, weights: Mapping[str, Tensor], max
         state_dict={clean_name(name): tensor.cpu() if converts else tensor for name, tensor in weights.items()},
         max_shard_size=max_shard_bytes,
     )
-
-
-def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's keyword arguments; there is nothing to cache in training."""
-    arguments = {"input_ids": inputs["tokens"], "use_cache": False}
-    if inputs.get("input_pos") is not None:
-        arguments["position_ids"] = inputs["input_pos"]
-    return arguments
 
 
 def _freeze_other_towers(model: Any) -> list[str]:

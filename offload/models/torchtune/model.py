@@ -47,6 +47,9 @@ class TorchtuneModel:
         logits: Tensor = self._decoder(**inputs)
         return logits
 
+    def check_packs(self) -> None:
+        return None  # each of its layers attends by the mask that it is given
+
     def checkpoint_activations(self) -> None:
         from torchtune.modules import TransformerSelfAttentionLayer
         from torchtune.training import set_activation_checkpointing

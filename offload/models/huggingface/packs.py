@@ -1,0 +1,122 @@
+"""The documents of a pack in a transformers model: what it is called with, and whether it keeps them apart.
+
+Most classes find documents by positions that begin anew, and make a mask of them; those with flash attention do it for
+a single row only. Some make their mask without looking at positions (gpt-oss, OPT), and state-space layers and
+convolutions have no mask at all. No list says which: a trial does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import UserError
+
+LENGTHS = ((7, 5), (4, 8))
+"""Tokens of the trial's documents, in each row; more than a convolution's kernel or a tiny sliding window."""
+APART = 1e-5
+"""How far logits may move that should stay, relative to the largest, in fp32."""
+APART_16_BIT = 1e-3
+"""The same in bf16 and fp16. They move by nothing, but where another number of tokens changes how a kernel sums."""
+NOISE, MOST_NOISE = 4.0, 2**-5
+"""A model's experts get other numbers of tokens when another row changes: so many times that is taken for noise, up to
+a limit."""
+
+
+class Packs:
+    """Calls a model with packs, and without.
+
+    Args:
+        model: of transformers, or of peft around one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._makes_masks = False
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's keyword arguments for ``tokens`` and ``input_pos``, int64 [batch, tokens] each.
+
+        There is nothing to cache in training.
+        """
+        tokens, positions = inputs["tokens"], inputs.get("input_pos")
+        if positions is None:
+            return {"input_ids": tokens, "use_cache": False}
+        if self._in_one_row:
+            tokens, positions = tokens.reshape(1, -1), positions.reshape(1, -1)
+        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        if self._makes_masks:
+            arguments["attention_mask"] = self._masks(positions)
+        return arguments
+
+    def rows(self, output: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """``output`` [..., dim] of a call with those arguments as [batch, tokens, dim]."""
+        return output.reshape(*inputs["tokens"].shape, output.shape[-1])
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Try whether documents are kept apart, and find out what it takes.
+
+        Raises:
+            UserError: where they are not.
+        """
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            for self._makes_masks in (False, True):
+                with contextlib.suppress(TypeError, ValueError, AttributeError):  # from classes that take neither
+                    if self._keeps_apart():
+                        return
+        finally:
+            self._model.train(was_training)
+        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        raise UserError(
+            f"dataset.packed: {type(base).__name__} does not keep the documents of a pack apart (layers that carry a "
+            "state from token to token, or a mask that does not look at positions): what it says in one changes with "
+            "another; set dataset.packed=False"
+        )
+
+    @property
+    def _in_one_row(self) -> bool:
+        return "flash" in str(self._model.config._attn_implementation)
+
+    def _keeps_apart(self) -> bool:
+        device = next(self._model.parameters()).device
+        vocabulary = self._model.config.get_text_config().vocab_size
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]).to(device)
+        tokens = torch.arange(positions.numel(), device=device).reshape(positions.shape) * 3 % vocabulary
+        first = LENGTHS[0][0]
+        expected = self._logits(tokens, positions)
+        # No token sees a later one, and no row another: what moves the first row when the second changes is noise.
+        moved_by_row = self._moved(tokens, positions, expected, changed=(1, slice(None)), looked_at=(0, slice(None)))
+        moved = self._moved(tokens, positions, expected, changed=(0, slice(first)), looked_at=(0, slice(first, None)))
+        bound = APART if expected.dtype == torch.float32 else APART_16_BIT
+        return moved <= max(bound, min(NOISE * moved_by_row, MOST_NOISE))
+
+    def _moved(self, tokens: Tensor, positions: Tensor, expected: Tensor, *, changed: Any, looked_at: Any) -> float:
+        """How far the logits at one place move, relative to the largest, when tokens at another are others."""
+        others = tokens.clone()
+        others[changed] = (others[changed] + 1) % self._model.config.get_text_config().vocab_size
+        difference = (self._logits(others, positions) - expected)[looked_at]
+        return float(difference.float().abs().max()) / max(float(expected.float().abs().max()), 1e-30)
+
+    def _logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        inputs = {"tokens": tokens, "input_pos": positions}
+        return self.rows(self._model(**self.arguments(inputs)).logits, inputs)
+
+    def _masks(self, positions: Tensor) -> Any:
+        """What the class would make if it looked at the positions; for kinds of layers a mapping."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        weight = self._model.get_input_embeddings().weight
+        return create_masks_for_generate(
+            self._model.config.get_text_config(),
+            inputs_embeds=weight.new_empty((*positions.shape, 1)),  # looked at for its shape, device and dtype
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,12 @@ class Size:
     layers: int
     heads: int
     head_dim: int
+
+
+def num_elements(weight: torch.Tensor) -> int:
+    """Of a weight; of one that bitsandbytes or torchao packed into fewer bits, as many as it stands for."""
+    state = getattr(weight, "quant_state", None)  # bitsandbytes'; torchao's have their logical shape
+    return weight.numel() if state is None else math.prod(state.shape)
 
 
 def matmul_parameters(
@@ -53,7 +60,7 @@ def matmul_parameters(
         multiplied[id(tied)] = ("", tied)
     frozen = trainable = 0.0
     for name, parameter in multiplied.values():
-        count = parameter.numel() * share(name)
+        count = num_elements(parameter) * share(name)
         if parameter.requires_grad:
             trainable += count
         else:

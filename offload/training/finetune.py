@@ -32,6 +32,7 @@ from offload.errors import NotFiniteError, UserError
 from offload.metrics.lines import say
 from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
+from offload.models.size import num_elements
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
@@ -268,7 +269,7 @@ class FinetuneRecipe:
         )
         self.loss = SummedLoss(parts, self.loss_fn, compile=settings.compile)
         self.model.train()
-        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]  # 4-bit ones by their logical shape
+        sizes = [(num_elements(p), p.requires_grad) for p in self.model.parameters()]
         numbers = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         count, trained = (f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n:,}" for n in numbers)
         share = "all trained" if count == trained else f"{trained} trained"
@@ -338,7 +339,7 @@ class FinetuneRecipe:
         """Say what disk the run will need; UserError where not even one checkpoint fits."""
         settings = self.settings
         only_trained = getattr(settings, "save_adapter_weights_only", False)
-        weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad or not only_trained)
+        weights = sum(num_elements(p) for p in self.model.parameters() if p.requires_grad or not only_trained)
         is_foreseeable = str(settings.optimizer["_component_"]).startswith(disk_space.FORESEEABLE)
         states = (
             disk_space.state_bytes(self.optimizer, lambda named: instantiate(settings.optimizer, named))

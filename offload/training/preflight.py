@@ -67,6 +67,11 @@ def check_run(
         UserError: names the key, and the way out.
     """
     tree = _tree_of(settings.model)
+    if settings.model.get("load_in_4bit") and not hasattr(settings, "adapter"):
+        raise UserError(
+            "model.load_in_4bit=True: weights in 4 bits cannot be trained: use the recipe lora_finetune_single_device "
+            "with an adapter, or leave it out"
+        )
     with _trying():
         check_activations(
             checkpointing=settings.enable_activation_checkpointing,

@@ -17,6 +17,7 @@ from offload.metrics.lines import say
 from offload.models.huggingface import AdaptedModel, HuggingFaceModel, from_pretrained
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.protocol import AdaptedLM, CausalLM, ModelFormat
+from offload.models.size import num_elements
 from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel, architecture, lora
 from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
@@ -153,6 +154,10 @@ class HuggingFaceSource:
                 f"model: the {model.dequantized} weights of {self.format.directory} are dequantised: "
                 f"{self._dtype.itemsize} bytes per parameter, in memory and in checkpoints"
             )
+        if self._section.get("load_in_4bit") or model.is_in_4bit:
+            sizes = [(num_elements(p), p.dtype == torch.uint8) for p in model.module.parameters()]
+            share = sum(size for size, is_packed in sizes if is_packed) / sum(size for size, _ in sizes)
+            say(f"model: {share:.0%} of its weights are in 4-bit NF4")
         if model.frozen:
             say(f"model: {', '.join(model.frozen)} are no part of the language model: they stay as they are")
         if not model.has_separate_head:
@@ -164,7 +169,13 @@ class HuggingFaceSource:
         return model
 
     def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
-        return self._load(folder)
+        model = self._load(folder)
+        if model.is_in_4bit:
+            raise UserError(
+                f"model.path: the weights in {self.format.directory} are in 4 bits, which cannot be trained: use the "
+                "recipe lora_finetune_single_device with an adapter, or give the folder of the original model"
+            )
+        return model
 
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
         if self._adapter is None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
+from offload.models.huggingface.quantized import is_in_4bit, plain
+from offload.models.size import num_elements
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -45,6 +47,8 @@ class AdaptedModel(HuggingFaceModel):
         for _, layer in _adapted(module):
             if not hasattr(layer, "merge"):
                 raise UserError(f"adapter: {type(layer).__name__} cannot be merged into the model; use peft.LoraConfig")
+            if is_in_4bit(layer.get_base_layer()) and not hasattr(layer, "lora_variant"):
+                raise UserError("adapter: beside weights in 4 bits use peft.LoraConfig")
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """The adapter's tensors under peft's names, where they are."""
@@ -92,7 +96,18 @@ class AdaptedModel(HuggingFaceModel):
         """Write the base model with ``weights``, of :meth:`merged_weights`."""
         # Merged weights are new ones: the host has room for a whole model of them.
         on_host = {name: weights[name].cpu() for name in weights}
-        save_pretrained(self._model.get_base_model(), folder, on_host, max_shard_bytes)
+        base = self._model.get_base_model()
+        save_pretrained(_unquantized(base) if self.is_in_4bit else base, folder, on_host, max_shard_bytes)
+
+
+def _unquantized(model: Any) -> Any:
+    """A model of the same class and configuration for plain weights, which it does not have."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        bare = type(model)(config).to(config.dtype)
+    bare.generation_config = model.generation_config
+    return bare
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -133,14 +148,16 @@ class _Merged(Mapping[str, Tensor]):
         total = 0
         for module, attribute in self._of.values():
             owner: Any = module.get_base_layer() if id(module) in self._adapted else module  # type: ignore[operator]
-            total += _get(owner, attribute).nbytes
+            tensor = _get(owner, attribute)
+            state = getattr(tensor, "quant_state", None)
+            total += num_elements(tensor) * (tensor if state is None else state).dtype.itemsize
         return total
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self._of[name]
         if id(module) in self._adapted:
             return _merged_layer(module, attribute)
-        return _get(module, attribute)
+        return plain(_get(module, attribute))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)
@@ -153,8 +170,22 @@ class _Merged(Mapping[str, Tensor]):
 def _merged_layer(layer: Any, attribute: str) -> Tensor:
     """A tensor of an adapted layer's base as it is after merging, from a copy of the layer."""
     copied = copy.deepcopy(layer)
+    if is_in_4bit(copied.get_base_layer()):
+        return _merged_with_4bit(copied, attribute)
     copied.merge()
-    return _get(copied.get_base_layer(), attribute)
+    return plain(_get(copied.get_base_layer(), attribute))
+
+
+def _merged_with_4bit(layer: Any, attribute: str) -> Tensor:
+    """The same beside a base in 4 bits: ``layer.merge`` rounds the sum to 4 bits, and does not scale LoRA's bias."""
+    value = plain(_get(layer.get_base_layer(), attribute))
+    if attribute == "bias":
+        return value + layer.lora_B[ADAPTER].bias * layer.scaling[ADAPTER] if layer.lora_bias[ADAPTER] else value
+    if ADAPTER in layer.lora_variant:
+        merged: Tensor = layer.lora_variant[ADAPTER].merge_safe(layer, ADAPTER, value)
+    else:
+        merged = value + layer.get_delta_weight(ADAPTER)
+    return merged.to(value.dtype)
 
 
 def _persistent(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
@@ -166,5 +197,5 @@ def _get(module: nn.Module, attribute: str) -> Tensor:
     value: Any = module
     for part in attribute.split("."):
         value = getattr(value, part)
-    tensor: Tensor = value.detach()
+    tensor: Tensor = value
     return tensor

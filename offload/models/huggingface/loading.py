@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import UserError
+from offload.errors import UserError, first_line
 from offload.models.huggingface import quantized
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
@@ -25,6 +25,7 @@ def from_pretrained(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    load_in_4bit: bool = False,
 ) -> HuggingFaceModel:
     """The model in a folder in Hugging Face's format, each tensor read straight to where it stays.
 
@@ -35,6 +36,8 @@ def from_pretrained(
         attn_implementation: ``sdpa``, ``flash_attention_2``, ``flash_attention_3``, ``flex_attention`` or ``eager``;
             None for ``sdpa`` where the model can, else ``eager``.
         trust_remote_code: run the Python files that a folder brings.
+        load_in_4bit: round linear layers but the head to NF4 with double quantisation (4.13 bits per weight), by
+            bitsandbytes; they are frozen, for LoRA. https://arxiv.org/abs/2305.14314
 
     Raises:
         UserError: for a folder that holds no such model or only part of its weights.
@@ -50,7 +53,7 @@ def from_pretrained(
         )
     folder = Path(path).expanduser().absolute()
     _check_folder(folder)
-    arguments = quantized.loading_arguments(folder)
+    arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
     config = _read_config(folder, trust_remote_code)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -67,13 +70,22 @@ def from_pretrained(
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise _explained(folder, error, attn_implementation) from error
+    except RuntimeError as error:
+        if not load_in_4bit or "bitsandbytes" not in str(error).lower():
+            raise
+        raise UserError(
+            f"model.load_in_4bit=True: bitsandbytes does not work on {device} here ({first_line(error)}): leave it out"
+        ) from error
     model, report = loaded
     _check_report(folder, report)
-    if arguments:
+    stored = quantized.stored_format(folder)
+    dequantized = stored if stored in quantized.DEQUANTIZED else None
+    if dequantized:
         del model._weight_conversions  # saving would go back to names of quantised weights
+    quantized.settle_4bit(model, dtype)
     if device.type == "cpu":
         _into_own_memory(model)
-    return HuggingFaceModel(model, dequantized=quantized.stored_format(folder))
+    return HuggingFaceModel(model, dequantized=dequantized)
 
 
 def _into_own_memory(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload.engine.units import clean_name
 from offload.models.huggingface.head import Head
 from offload.models.huggingface.packs import Packs
+from offload.models.huggingface.quantized import is_in_4bit
 from offload.models.size import Size, matmul_parameters
 
 
@@ -29,11 +30,13 @@ class HuggingFaceModel:
 
     Attributes:
         frozen: names of the submodules that are not part of the language model.
+        is_in_4bit: it has weights in 4 bits, which cannot be trained.
     """
 
     def __init__(self, module: Any, *, name_or_path: str | None = None, dequantized: str | None = None) -> None:
         self.module: nn.Module = module
         self.dequantized = dequantized
+        self.is_in_4bit = any(is_in_4bit(part) for part in module.modules())
         self.name_or_path = name_or_path or module.config.name_or_path
         self._model = module
         self._packs = Packs(module)

@@ -1,10 +1,14 @@
-"""Folders whose weights are stored quantised: what becomes of them in training."""
+"""Weights in fewer bits: folders that store them so, and a frozen base in 4 bits for LoRA."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from offload.errors import UserError
 
@@ -17,25 +21,83 @@ def stored_format(folder: Path) -> str | None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for part in (config, config.get("text_config")):
         section = part.get("quantization_config") if isinstance(part, dict) else None
+        if isinstance(section, dict) and section:
+            is_4bit = section.get("load_in_4bit") and section.get("quant_method", "bitsandbytes") == "bitsandbytes"
+            return "bitsandbytes 4-bit" if is_4bit else str(section.get("quant_method", "an unnamed method"))
         if section:
-            return str(section.get("quant_method", "an unnamed method") if isinstance(section, dict) else section)
+            return str(section)
     return None
 
 
-def loading_arguments(folder: Path) -> dict[str, Any]:
-    """What ``from_pretrained`` has to be told, so that the weights can be trained.
+def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -> dict[str, Any]:
+    """What ``from_pretrained`` has to be told, so that the weights can be trained, or stay frozen in 4 bits.
+
+    Args:
+        folder: of the model.
+        dtype: of arithmetic.
+        load_in_4bit: the weights of linear layers are rounded to NF4.
 
     Raises:
-        UserError: for a format that is for inference.
+        UserError: for a format that is for inference; where bitsandbytes is not installed.
     """
     import transformers
 
     stored = stored_format(folder)
-    if stored is None:
-        return {}
-    if stored not in DEQUANTIZED:
+    if stored is not None and stored not in DEQUANTIZED and stored != "bitsandbytes 4-bit":
         raise UserError(
             f"model.path: the weights in {folder} are quantised ({stored}) and cannot be trained: give the folder of "
-            f"the original model; of quantised ones only {' and '.join(DEQUANTIZED)} are read, as plain weights"
+            f"the original model; of quantised ones only {', '.join(DEQUANTIZED)} (read as plain weights) and "
+            "bitsandbytes 4-bit (for LoRA) are read"
         )
-    return {"quantization_config": getattr(transformers, DEQUANTIZED[stored])(dequantize=True)}
+    if stored in DEQUANTIZED:
+        if load_in_4bit:
+            raise UserError(
+                f"model.load_in_4bit=True: the weights in {folder} are {stored} already, which is read as plain "
+                "weights: leave load_in_4bit out, or give a folder in bf16 or in bitsandbytes 4-bit"
+            )
+        return {"quantization_config": getattr(transformers, DEQUANTIZED[stored])(dequantize=True)}
+    if stored is None and not load_in_4bit:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"{'model.path' if stored else 'model.load_in_4bit'}: weights in 4 bits need bitsandbytes: pip install "
+            "bitsandbytes (Linux, Windows)"
+        )
+    if stored is not None:
+        return {}
+    nf4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": nf4}
+
+
+def is_in_4bit(module: nn.Module) -> bool:
+    """Whether a module's own weight is in 4 bits, by bitsandbytes."""
+    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+
+
+def settle_4bit(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let 4-bit layers compute in ``dtype``, and stay as they are.
+
+    On some CPUs bitsandbytes repacks a layer for good in its first evaluation, with scales rounded to bf16; training
+    would go on with other weights, and a resumed run with others again.
+    """
+    for module in model.modules():
+        if is_in_4bit(module):
+            module.compute_dtype, module.compute_type_is_set = dtype, True  # type: ignore[assignment]
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            module.weight.quant_state.dtype = dtype  # type: ignore[union-attr]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A weight as it is computed with: dequantised where it is in 4 bits."""
+    state: Any = getattr(tensor, "quant_state", None)
+    if state is None:
+        return tensor.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    values: Tensor = dequantize_4bit(tensor.detach(), state)
+    return values

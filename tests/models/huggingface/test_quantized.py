@@ -112,6 +112,7 @@ def test_quantised_weights_become_plain_ones(
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "awq", "bits": 4}, "awq"),
         ({"quant_method": "modelopt"}, "modelopt"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
         ({"bits": 4}, "an unnamed method"),
         ("int4", "int4"),
     ],
@@ -125,6 +126,7 @@ def test_what_is_for_inference_is_refused(section: object, says: str, inside: bo
         from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
     expected = (
         f"model.path: the weights in {tmp_path} are quantised ({says}) and cannot be trained: give the folder of the "
-        "original model; of quantised ones only mxfp4 and fp8 are read, as plain weights"
+        "original model; of quantised ones only mxfp4, fp8 (read as plain weights) and bitsandbytes 4-bit (for LoRA) "
+        "are read"
     )
     assert str(caught.value) == expected

@@ -5,8 +5,9 @@ Features, each behind the configuration key of that name:
 - ``checkpointer.checkpoint_dir``: a training run's ``output_dir`` (its newest checkpoint is taken), one of
   its ``step_<n>`` folders, or any checkpoint in Hugging Face's format. A checkpoint that holds an adapter
   alone is merged, in memory, into the base model that it was trained on.
-- ``prompt.user``, ``prompt.system``: brought into the tokenizer's prompt template, as in training.
-- ``temperature``, ``top_k``, ``max_new_tokens``, ``seed``: how tokens are chosen, and how many.
+- ``prompt.user`` or ``prompt.file``, ``prompt.system``: brought into the tokenizer's prompt template, as in training.
+- ``temperature``, ``top_k``, ``top_p``, ``max_new_tokens``, ``seed``: how tokens are chosen, and how many; null leaves
+  it to the ``generation_config.json`` of a model of transformers, which also has a say in what ends an answer.
 - ``enable_kv_cache``: time against memory.
 
 The answer goes to stdout, everything else to stderr. Stops with status 2 and one line for what the user can
@@ -34,13 +35,13 @@ from offload import torchao_shim
 from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import STATE_NAME, CheckpointManager, whole_checkpoints
 from offload.component import resolve
-from offload.config.loading import AtLeast, AtMost, Component
+from offload.config.loading import Above, AtLeast, AtMost, Component
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype
 from offload.errors import UserError
 from offload.metrics.lines import say
 from offload.models.huggingface import from_pretrained
-from offload.models.huggingface.generation import Generator, home_of
+from offload.models.huggingface.generation import Generator, Sampling, TextStream, home_of
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
 from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
@@ -53,18 +54,15 @@ torchao_shim.install()
 from torchtune.data import Message  # noqa: E402 - torchtune needs the shim
 from torchtune.generation import generate  # noqa: E402
 
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|eom_id|>")
-"""Tokens that end a turn in the templates of some models, whose end-of-text token is another."""
-
 
 @dataclass(kw_only=True)
 class Prompt:
     """Section ``prompt``."""
 
     user: str | None = None
-    """what to answer"""
+    """what to answer; - reads it from standard input, which may have several lines"""
     file: str | None = None
-    """a file with a question in each line, in place of user"""
+    """a file with a question in each line, in place of user; - for standard input"""
     system: str | None = None
     """instructions that precede it"""
 
@@ -92,10 +90,12 @@ class Settings:
     """the question"""
     max_new_tokens: Annotated[int, AtLeast(1)] = 200
     """length of the answer at most"""
-    temperature: Annotated[float, AtLeast(0)] = 0.0
-    """0 takes the likeliest token; the more, the more surprising"""
-    top_k: Annotated[int, AtLeast(1)] | None = None
-    """choose among so many likeliest tokens; null: among all"""
+    temperature: Annotated[float, AtLeast(0)] | None = 0.0
+    """0 takes the likeliest token; the more, the more surprising; null: as generation_config.json of the model says"""
+    top_k: Annotated[int, AtLeast(0)] | None = None
+    """choose among so many likeliest tokens, 0 for all; null: as generation_config.json says, or among all"""
+    top_p: Annotated[float, Above(0), AtMost(1)] | None = None
+    """choose among the likeliest tokens that have this probability together; null: as generation_config.json says"""
     enable_kv_cache: bool = True
     """keep what was computed for earlier tokens: faster, for some memory"""
 
@@ -126,6 +126,8 @@ class GenerateRecipe:
             self._setup_huggingface()
             return
         self.tokenizer = build_tokenizer(settings.tokenizer)
+        if settings.top_p is not None:
+            raise UserError("top_p: torchtune's generation does not know it; leave it out, or set top_k")
         if settings.checkpointer is None:
             raise UserError("checkpointer is missing: a torchtune model is read from checkpointer.checkpoint_dir")
         self.generator = None
@@ -156,7 +158,16 @@ class GenerateRecipe:
             tokenizer = tokenizer.copy()
             tokenizer.path = str(home)
         self.tokenizer = build_tokenizer(tokenizer)
-        self.generator = Generator(home, folder, device=self.device, dtype=self.dtype, **options)
+        self.generator = Generator(
+            home,
+            folder,
+            device=self.device,
+            dtype=self.dtype,
+            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            stop=self.tokenizer.stop_tokens,
+            **options,
+        )
+        _tell(f"sampling: {self.generator.described}")
         self.context = self.generator.max_seq_len
 
     def _questions(self) -> list[str]:
@@ -164,15 +175,16 @@ class GenerateRecipe:
         prompt = self.settings.prompt
         if (prompt.user is None) == (prompt.file is None):
             raise UserError("prompt: give either prompt.user='a question' or prompt.file=FILE, with one in each line")
-        if prompt.file is None:
+        if prompt.file is None and prompt.user != "-":
             return [str(prompt.user)]
+        key, name = ("prompt.user", "-") if prompt.file is None else ("prompt.file", prompt.file)
         try:
-            lines = Path(prompt.file).expanduser().read_text(encoding="utf-8").splitlines()
+            text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"prompt.file: cannot read {prompt.file}: {getattr(error, 'strerror', error)}") from error
-        questions = [line for line in lines if line.strip()]
+            raise UserError(f"{key}: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+        questions = [line for line in (text.splitlines() if prompt.file else [text.strip()]) if line.strip()]
         if not questions:
-            raise UserError(f"prompt.file: {prompt.file} has no question")
+            raise UserError(f"{key}: {'standard input' if name == '-' else name} has no question")
         return questions
 
     def _tokens_of_prompt(self, question: str) -> Tensor:
@@ -218,32 +230,17 @@ class GenerateRecipe:
             prompt = self.tokenizer.encode_completion(text, "")[0]
             prompt = prompt[:-1] if prompt and prompt[-1] == self.tokenizer.eos_id else prompt
         budget = self._max_new_tokens(len(prompt))
-        made: list[int] = []
-        shown = ""
-
-        def show(token: int) -> None:
-            nonlocal shown
-            made.append(token)
-            text = self.tokenizer.decode(made)
-            # Half of a character that takes several tokens is not text yet.
-            if not text.endswith("\ufffd"):
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
-
+        stream = TextStream(self.tokenizer.decode, lambda text: print(text, end="", flush=True))
         started = time.perf_counter()
-        stop = self.tokenizer.hf.convert_tokens_to_ids([*END_OF_TURN])
-        known = [token for token in stop if isinstance(token, int) and token != self.tokenizer.hf.unk_token_id]
         answer = self.generator.answer(
             prompt,
             max_new_tokens=budget,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
             seed=settings.seed,
-            stop=[*filter(lambda token: token is not None, [self.tokenizer.eos_id]), *known],
             use_cache=settings.enable_kv_cache,
-            on_token=show,
+            on_token=stream.put,
         )
-        print(self.tokenizer.decode(answer)[len(shown) :], flush=True)
+        stream.end()
+        print(flush=True)
         seconds = time.perf_counter() - started
         ending = "" if len(answer) < budget else f" (cut at max_new_tokens={budget})"
         _tell(f"{len(answer)} tokens in {seconds:.1f} s, {len(answer) / seconds:.1f} tokens/s{ending}")
@@ -254,7 +251,8 @@ class GenerateRecipe:
         prompt = self._tokens_of_prompt(question)
         budget = self._max_new_tokens(prompt.numel())
         # torch.multinomial's stand-in in torchtune divides by the temperature: 0 means the likeliest token.
-        greedy = settings.temperature == 0
+        temperature = settings.temperature or 0.0
+        greedy = temperature == 0
         rng = None
         if settings.seed is not None:
             rng = torch.Generator(self.device).manual_seed(settings.seed)
@@ -267,8 +265,8 @@ class GenerateRecipe:
                 prompt,
                 max_generated_tokens=budget,
                 pad_id=self.tokenizer.pad_id,
-                temperature=1.0 if greedy else settings.temperature,
-                top_k=1 if greedy else settings.top_k,
+                temperature=1.0 if greedy else temperature,
+                top_k=1 if greedy else settings.top_k or None,
                 stop_tokens=self.tokenizer.stop_tokens,
                 rng=rng,
             )

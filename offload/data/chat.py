@@ -136,6 +136,22 @@ class ChatTemplate:
         return text is None or self._closing(text, 0) is not None or self._next_role(asked, text) != ""
 
     @functools.cached_property
+    def ends(self) -> list[str]:
+        """The tokens that end the assistant's turns: an answer and, where it is another, a turn with calls."""
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+        found: dict[str, None] = {}
+        for said in ({"content": "-"}, {"content": "", "tool_calls": [call]}):
+            messages: Messages = [{"role": "user", "content": "-"}, {"role": "assistant", **said}]
+            try:
+                turn = self.trained(Conversation(messages, [False, True]))
+            except RowError:
+                continue
+            start, end = turn.trained[-1]
+            if closing := self._closing(turn.text[start:end], 0):
+                found[re.findall(_any_of(self._added), closing[0])[-1]] = None
+        return list(found)
+
+    @functools.cached_property
     def writes_thinking(self) -> bool:
         """Whether the thinking part of a message, where it is apart from the content, is written at all."""
         thought = "what is thought"

@@ -74,6 +74,13 @@ class ChatTokenizer:
         """Whether conversations can be encoded."""
         return self._template is not None
 
+    @property
+    def stop_tokens(self) -> list[int]:
+        """The tokens that end an answer: the end of the text, and those that end a turn in the chat template."""
+        ends = self._template.ends if self._template is not None else []
+        ids = [self.eos_id, *(self.hf.convert_tokens_to_ids(token) for token in ends)]
+        return sorted({token for token in ids if token is not None})
+
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """The token ids of plain text, with the tokenizer's first and last token where it has them."""
         ids = self.hf.encode(text, add_special_tokens=False)

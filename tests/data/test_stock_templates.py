@@ -404,6 +404,26 @@ def test_none_is_forgotten():
     assert shipped <= set(EXPECTED)
 
 
+# The tokens that end a turn, where they are not what an answer of "turns" ends with.
+ENDS = {
+    "cohere2": {"<|END_OF_TURN_TOKEN|>"},
+    "glm4moe": {"<|user|>", "<|observation|>"},
+    "gptoss": {"<|return|>", "<|call|>"},
+    **dict.fromkeys(
+        ("diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"), {"<turn|>", "<|tool_response>"}
+    ),
+    **dict.fromkeys(("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"), {"<|im_end|>"}),
+    "gemma": {"<end_of_turn>"},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_ends_a_turn_in_a_stock_template(folder, name):
+    template = ChatTokenizer(folder, chat_template=there(name)).template
+    expected = ENDS.get(name) or {EXPECTED[name]["turns"][-1].removeprefix("</think>\n\n").partition("🤗")[2]}
+    assert set(template.ends) == expected
+
+
 def test_calls_alone_in_gemma4(folder, spans):
     tokenizer = ChatTokenizer(folder, chat_template=there("gemma4_v5"))
     messages = [PARALLEL[0], assistant(**BOTH), *PARALLEL[2:]]

@@ -223,6 +223,8 @@ def test_an_adapter_whose_base_has_moved(
     [
         ("promt.user=hello", "promt"),
         ("temperature=-1", "temperature"),
+        ("top_p=0.9", "top_p: torchtune's generation does not know it"),
+        ("prompt.user=null", "prompt: give either prompt.user"),
         ("prompt=null", "prompt"),
         ("model.num_layers=1", "model"),
         ("prompt.user=" + "why " * 60, "prompt.user: the prompt has"),

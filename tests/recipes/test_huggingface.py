@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import zlib
@@ -220,7 +221,7 @@ QUESTION, ANSWER = "What does str.lower do?", "Return a lowercase copy."
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA])
-def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path) -> None:
+def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer learnt by heart, asked of the run's folder: of whole weights, and of an adapter beside its base."""
     from offload.training.launch import run_recipe
     from tests.recipes.conftest import ROOT, load_module  # type: ignore[import-not-found]
@@ -250,8 +251,18 @@ def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path) -> Non
     assert run_recipe(module.GenerateRecipe, [*argv, f"prompt.file={questions}"]) == 0
     lines = [line.strip() for line in here.capture.readouterr().out.splitlines()]
     assert lines[-4:] == [f"> {QUESTION}", ANSWER] * 2
-    assert run_recipe(module.GenerateRecipe, argv) == 2
-    assert "give either prompt.user" in here.capture.readouterr().err
+    for key, typed, asked in (("user", f"{QUESTION}\n", 1), ("file", f"{QUESTION}\n\n{QUESTION}\n", 2)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert run_recipe(module.GenerateRecipe, [*argv, f"prompt.{key}=-"]) == 0
+        captured = here.capture.readouterr()
+        assert captured.out.count(ANSWER) == asked and "sampling: the likeliest token each time" in captured.err
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    for options, says in (
+        (["prompt.user=-"], "prompt.user: standard input has no question"),
+        ([], "give either prompt.user"),
+    ):
+        assert run_recipe(module.GenerateRecipe, [*argv, *options]) == 2
+        assert says in here.capture.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["full_finetune_single_device"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ import torch
 
 from offload.errors import UserError
 from offload.models.huggingface.loading import from_pretrained
+
+# What a GenerationConfig may have set that means nothing where the likeliest token is taken.
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def home_of(folder: Path, base: Path | None) -> Path:
@@ -40,6 +46,21 @@ def home_of(folder: Path, base: Path | None) -> Path:
     return base
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; where it says nothing, as the model's ``generation_config.json`` does.
+
+    Attributes:
+        temperature: 0 for the likeliest token each time.
+        top_k: choose among so many likeliest tokens; 0 for all.
+        top_p: choose among the likeliest that have this probability together.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
 class Generator:
     """A model that answers.
 
@@ -48,14 +69,32 @@ class Generator:
         folder: the same, or a checkpoint with an adapter for it.
         device: where the model goes.
         dtype: of its parameters.
+        sampling: how tokens are chosen.
+        stop: tokens that end an answer, beside those of the model's ``generation_config.json``.
         options: further arguments of :func:`offload.models.huggingface.from_pretrained`.
+
+    Attributes:
+        max_seq_len: tokens of a prompt and its answer at most; None where nothing limits them.
+        stop: all tokens that end an answer.
+        described: how tokens are chosen, for people.
 
     Raises:
         UserError: for a folder that holds no model.
     """
 
-    def __init__(self, home: Path, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        sampling: Sampling,
+        stop: Sequence[int],
+        **options: Any,
+    ) -> None:
         self._model = from_pretrained(home, device=device, dtype=dtype, **options)
+        config: Any = copy.deepcopy(self._model.module.generation_config)
         if folder != home:
             from peft import PeftModel
 
@@ -63,6 +102,11 @@ class Generator:
         self._model.module.eval()
         self._device = device
         self.max_seq_len = self._model.max_seq_len
+        own = config.eos_token_id
+        self.stop = sorted({*stop, *(own if isinstance(own, list) else [] if own is None else [own])})
+        config.update(eos_token_id=self.stop or None, pad_token_id=next(iter(self.stop), 0), max_length=None)
+        self.described = _choose(config, sampling)
+        self._config = config
 
     @torch.inference_mode()
     def answer(
@@ -70,10 +114,7 @@ class Generator:
         prompt: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float,
-        top_k: int | None,
         seed: int | None,
-        stop: Sequence[int],
         use_cache: bool,
         on_token: Callable[[int], None],
     ) -> list[int]:
@@ -82,32 +123,69 @@ class Generator:
         Args:
             prompt: token ids.
             max_new_tokens: length at most.
-            temperature: 0 for the likeliest token each time.
-            top_k: choose among so many; None for all.
             seed: of the choice; None for another one each time.
-            stop: tokens that end an answer.
             use_cache: keep what was computed for earlier tokens.
-            on_token: told each token as it is made.
+            on_token: told each token as it is made, but the one that ends the answer.
         """
         module: Any = self._model.module
         tokens = torch.tensor([list(prompt)], device=self._device)
         if seed is not None:
             torch.manual_seed(seed)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         made = module.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
+            generation_config=self._config,
             max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop) or None,
-            pad_token_id=next(iter(stop), 0),
             use_cache=use_cache,
-            streamer=_Streamer(len(prompt), set(stop), on_token),
-            **sampling,
+            streamer=_Streamer(len(prompt), set(self.stop), on_token),
         )
         answer: list[int] = made[0, len(prompt) :].tolist()
-        return answer[:-1] if answer and answer[-1] in stop else answer
+        return answer[:-1] if answer and answer[-1] in self.stop else answer
+
+
+def _choose(config: Any, sampling: Sampling) -> str:
+    """Set how tokens are chosen in a ``GenerationConfig``; returns it in words."""
+    wanted = {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}
+    if sampling.temperature == 0 or (sampling.temperature is None and not config.do_sample):
+        config.update(do_sample=False, **dict.fromkeys(_OF_SAMPLING))
+        return "the likeliest token each time"
+    config.update(do_sample=True, **wanted)
+    values = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    return ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
+
+
+class TextStream:
+    """Text of tokens that come one after the other.
+
+    Args:
+        decode: text of token ids.
+        show: told each new part of it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], show: Callable[[str], None]) -> None:
+        self._decode, self._show = decode, show
+        self._tokens: list[int] = []
+        # Decoded are the new tokens and those of the part shown last: what a token looks like depends on the one before
+        # it, and decoding all of a long answer for each of its tokens takes longer and longer.
+        self._start = self._shown = 0
+
+    def put(self, token: int) -> None:
+        """The next token."""
+        self._tokens.append(token)
+        text = self._new()
+        # Half of a character that takes several tokens is not text yet.
+        if text and not text.endswith("\ufffd"):
+            self._show(text)
+            self._start, self._shown = self._shown, len(self._tokens)
+
+    def end(self) -> None:
+        """No token follows."""
+        if text := self._new():
+            self._show(text)
+
+    def _new(self) -> str:
+        before = self._decode(self._tokens[self._start : self._shown])
+        return self._decode(self._tokens[self._start :])[len(before) :]
 
 
 class _Streamer:

@@ -1,4 +1,4 @@
-"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push | compare``.
+"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push | compare | doctor``.
 
 It answers for our recipes and configs and for torchtune's. What belongs to torchtune is handed on to its own
 command, imported at that moment and not before.
@@ -30,6 +30,7 @@ examples:
   tune cp llama2_7b_offload ./mine.yaml     a config of your own to edit
   tune validate ./mine.yaml batch_size=4    is it well-formed? loads no weights
   tune compare outputs/a outputs/b          two runs beside each other: speed, memory, loss
+  tune doctor                               what this machine gives, and what hinders training on it
 
 `tune COMMAND --help` tells more. `tune-offload` and `python -m offload` are the same command.
 """
@@ -61,7 +62,7 @@ examples:
 """
 
 
-_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare")
+_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare", "doctor")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,11 +184,12 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
     validate.set_defaults(execute=_validate)
 
-    from offload.cli import compare, download, push
+    from offload.cli import compare, doctor, download, push
 
     download.add_parser(commands)
     push.add_parser(commands)
     compare.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

@@ -265,7 +265,7 @@ class WandBLogger:
 
         Asked before ``wandb.init``, which would prompt for a key on the terminal, or wait for the server.
         """
-        if not self._has_key(base_url):
+        if not has_key(self._wandb, base_url):
             return "no key is configured: `wandb login`"
         request = urllib.request.Request(base_url, method="HEAD")
         try:
@@ -279,13 +279,6 @@ class WandBLogger:
         except http.client.HTTPException as error:
             return f"{base_url} does not answer in HTTP: {type(error).__name__}"
 
-    def _has_key(self, base_url: str) -> bool:
-        if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-            return True
-        if self._wandb.setup().settings.api_key:
-            return True
-        return _netrc_has_key(urllib.parse.urlsplit(base_url).netloc)
-
     def _choose_id(self, output_dir: Path, *, resume: bool) -> bool:
         """Sets the run id and keeps it in ``output_dir``; True if an earlier run is continued."""
         kept = output_dir / RUN_ID_FILE
@@ -298,6 +291,19 @@ class WandBLogger:
             self._run_id = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         kept.write_text(self._run_id + "\n")
         return resume
+
+
+def has_key(wandb: Any, base_url: str | None = None) -> bool:
+    """Whether wandb, the module, can log in without asking.
+
+    Args:
+        wandb: the imported package.
+        base_url: of the server; default: the one that wandb is set to.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = wandb.setup().settings
+    return bool(settings.api_key) or _netrc_has_key(urllib.parse.urlsplit(base_url or settings.base_url).netloc)
 
 
 def _netrc_has_key(host: str) -> bool:

@@ -80,7 +80,7 @@ def _problem(device: torch.device, kinds: Iterable[Kind]) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler, a driver or a launch may raise
-        missing = _missing_tools()
+        missing = missing_tools()
         advice = ""
         if missing:
             advice = (
@@ -95,7 +95,7 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
 
 
-def _missing_tools() -> list[str]:
+def missing_tools() -> list[str]:
     """Of what Triton compiles its driver with."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     missing = [] if any(map(shutil.which, compilers)) else [" or ".join(compilers)]

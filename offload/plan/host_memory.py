@@ -1,0 +1,119 @@
+"""How much host memory a process may use, and what holds it to less than the machine has."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes.
+
+    Attributes:
+        total: of the machine.
+        available: that programs can still have, without swapping.
+        limit: of the control group (container, job, systemd slice) that this process is in; None for no limit.
+        used_of_limit: what counts towards that limit already, what the kernel can drop at once left out.
+        locked_limit: ``ulimit -l``, what this process may lock itself; None for no limit. CUDA's driver locks pages on
+            its own account, io_uring and RDMA do not.
+        is_wsl: Windows' Linux, whose driver page-locks at most a part of what it has.
+    """
+
+    total: int
+    available: int
+    limit: int | None
+    used_of_limit: int
+    locked_limit: int | None
+    is_wsl: bool
+
+    @property
+    def usable(self) -> int:
+        """What this process can still allocate before something is killed or swapped."""
+        return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used_of_limit))
+
+
+def host_memory() -> HostMemory:
+    """Of this process, now."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit, used = cgroup_limit()
+    return HostMemory(memory.total, memory.available, limit, used, _locked_limit(), _is_wsl())
+
+
+def cgroup_limit(root: Path = _CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
+    """The least memory limit of the control groups around this process, and what counts towards it already.
+
+    Args:
+        root: where control groups are mounted.
+        of_process: the file that tells this process's groups; cgroups(7).
+    """
+    least: int | None = None
+    used = 0
+    for folder, names in _groups(root, of_process):
+        limit, now = (_number(folder / name) for name in names[:2])
+        # The first version says "no limit" with a number above any machine's memory.
+        if limit is not None and limit < 2**60 and (least is None or limit < least):
+            least, used = limit, max(0, (now or 0) - _reclaimable(folder))
+    return least, used
+
+
+def _groups(root: Path, of_process: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """This process's groups and all around them, each with the names of its limit and its use."""
+    found = []
+    try:
+        lines = of_process.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            top, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        # In a container the path is the host's and the mount is the group itself.
+        around = [folder, *folder.parents] if folder.is_dir() else [top]
+        found += [(each, names) for each in around if each == top or top in each.parents]
+    return found
+
+
+def _reclaimable(folder: Path) -> int:
+    """File pages that the kernel drops before it kills."""
+    with contextlib.suppress(OSError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def _locked_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _is_wsl() -> bool:
+    with contextlib.suppress(OSError):
+        return "microsoft" in Path("/proc/version").read_text().lower()
+    return False

@@ -1,0 +1,97 @@
+"""``tune doctor``: what is told, what counts as a problem, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.cli import doctor, installation
+from offload.cli.main import main
+from offload.plan.profile import profile_path, read_profile
+
+RATES = {"host_copy": 40e9, "cpu_adamw": {"torch fused": 1e9}, "matmul": 2e11}
+CARD = dict(zip(installation.SMI, ("RTX 4090", "580.1", "4", "4", "16", "16", "450.00"), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "_measure", lambda device, lock_gib: dict(RATES))
+    monkeypatch.setattr(installation, "cards", list)
+    monkeypatch.setattr(installation, "mismatches", list)
+
+
+def test_it_tells_and_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--device", "cpu"])
+    out = capsys.readouterr().out
+    told = {line[:30].strip(): line[30:].strip() for line in out.splitlines()}
+    assert told["host memory, all threads"] == "40.0 GB/s" and told["torch"] == torch.__version__
+    assert str(profile_path()) in out
+    profile = read_profile(doctor.machine_of(torch.device("cpu"), []))
+    assert profile is not None and profile.rates == RATES
+    assert status == ("problem: " in out)
+
+
+def test_json_has_the_same_and_quick_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json", "--quick", "--device", "cpu"])
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"software", "device", "memory", "disk", "wandb", "problems"}
+    assert report["memory"]["total_gib"] >= report["memory"]["usable_gib"] > 0
+    assert not profile_path().exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    main(["doctor", "--device", "cpu"])
+    captured = capsys.readouterr()
+    assert "warning: what was measured cannot be kept" in captured.err and "host memory" in captured.out
+
+
+def test_a_card_that_torch_cannot_use_is_a_problem(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(installation, "cards", lambda: [CARD])
+    assert main(["doctor", "--quick", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "card 0" in out and "RTX 4090, driver 580.1, PCIe 4.0 x16 of x16, 450.00 W" in out
+    assert "problem: RTX 4090 is here, and torch cannot use it" in out
+
+
+def test_half_the_lanes_are_a_problem() -> None:
+    told = list(installation.problems(torch.device("cpu"), [{**CARD, "pcie_lanes": "8"}]))
+    assert any(each.startswith("RTX 4090 uses 8 of its 16 PCIe lanes") for each in told)
+
+
+def test_no_kernel_and_wsl_are_problems(monkeypatch) -> None:
+    monkeypatch.setattr("offload.optim.cpu.instruction_sets", list)
+    (told,) = installation.problems(torch.device("cpu"), [])
+    assert told.startswith("the CPU kernel of offload.optim is missing")
+    (told,) = doctor._memory_problems({"wsl": True})
+    assert "WSL" in told and ".wslconfig" in told
+
+
+def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--lock-gib", "0"]) == 2
+    assert main(["doctor", "--device", "tpu"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def distribution(folder: Path, name: str, version: str, *needs: str) -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_versions_that_do_not_fit_are_told_at_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    distribution(tmp_path, "top_a", "1.0", "middle-b>=2", "nowhere-c>=1", 'extra-d>=1 ; extra == "x"')
+    distribution(tmp_path, "middle_b", "2.5", "low-e<3", "top-a")
+    distribution(tmp_path, "low_e", "3.1")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert installation.mismatches("top-a") == [
+        'middle-b needs low-e<3, 3.1 is installed: pip install "low-e<3"',
+        'top-a needs nowhere-c>=1, which is not installed: pip install "nowhere-c>=1"',
+    ]

@@ -37,7 +37,7 @@ from offload.checkpoints.manager import STATE_NAME, CheckpointManager, whole_che
 from offload.component import resolve
 from offload.config.loading import Above, AtLeast, AtMost, Component
 from offload.data.tokenizers import build_tokenizer
-from offload.device import find_device, find_dtype
+from offload.device import find_device, find_dtype, is_here
 from offload.errors import UserError
 from offload.metrics.lines import say
 from offload.models.huggingface import from_pretrained
@@ -45,6 +45,7 @@ from offload.models.huggingface.generation import Generator, Sampling, TextStrea
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
 from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
+from offload.paths import expanded
 from offload.training.launch import run_recipe
 from offload.training.preflight import check_model
 from offload.training.settings import Checkpointer, Model
@@ -109,9 +110,16 @@ class GenerateRecipe:
         self.settings, self.cfg = settings, cfg
 
     @staticmethod
-    def check(settings: Settings, *, elsewhere: bool = False) -> tuple[torch.device, torch.dtype, str]:
-        """Refuses what can be refused before anything is read; returns device, dtype and why this device."""
-        device, reason = find_device(settings.device, elsewhere=elsewhere)
+    def check(settings: Settings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
+        """Refuses what can be refused before anything is read; returns device, dtype and why this device.
+
+        Args:
+            settings: that the schema accepts.
+            notes: where given, it will run on another machine: a device that is not here is noted.
+        """
+        device, reason = find_device(settings.device, elsewhere=notes is not None)
+        if notes is not None and not is_here(device):
+            notes.append(reason)
         dtype = find_dtype(settings.dtype, device)
         check_model(settings.model, dtype)
         return device, dtype, reason
@@ -144,12 +152,16 @@ class GenerateRecipe:
     def _setup_huggingface(self) -> None:
         settings = self.settings
         options = {key: value for key, value in settings.model.items() if key not in ("_component_", "path")}
-        folder = Path(str(settings.model.path)).expanduser().absolute()
+        folder = expanded(str(settings.model.path), "model.path").absolute()
         newest = newest_checkpoint(folder) if folder.is_dir() else None
         if newest is not None:
             _tell(f"newest checkpoint in {folder}: {newest.name}")
             folder = newest
-        base = None if settings.base_checkpoint_dir is None else Path(settings.base_checkpoint_dir).expanduser()
+        base = (
+            None
+            if settings.base_checkpoint_dir is None
+            else expanded(settings.base_checkpoint_dir, "base_checkpoint_dir")
+        )
         home = home_of(folder, base)
         if home != folder:
             _tell(f"{folder.name} is an adapter of {home}")
@@ -179,7 +191,7 @@ class GenerateRecipe:
             return [str(prompt.user)]
         key, name = ("prompt.user", "-") if prompt.file is None else ("prompt.file", prompt.file)
         try:
-            text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
+            text = sys.stdin.read() if name == "-" else expanded(name, key).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{key}: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
         questions = [line for line in (text.splitlines() if prompt.file else [text.strip()]) if line.strip()]
@@ -310,7 +322,7 @@ def load_checkpoint(
     Raises:
         UserError: no checkpoint there, a damaged one, or an adapter whose base cannot be found.
     """
-    folder = Path(str(section.checkpoint_dir)).expanduser().absolute()
+    folder = expanded(str(section.checkpoint_dir), "checkpointer.checkpoint_dir").absolute()
     if not folder.is_dir():
         raise UserError(
             f"checkpointer.checkpoint_dir: there is no folder {folder}: give a training run's output_dir, "
@@ -329,7 +341,8 @@ def load_checkpoint(
 
     content = recipe_state.read(folder / STATE_NAME)
     training = content["recipe_state"]["config"]
-    base = Path(base_checkpoint_dir or training["checkpointer"]["checkpoint_dir"]).expanduser().absolute()
+    base = base_checkpoint_dir or training["checkpointer"]["checkpoint_dir"]
+    base = expanded(base, "base_checkpoint_dir").absolute()
     if not base.is_dir():
         raise UserError(
             f"base_checkpoint_dir: {folder} holds an adapter alone, and its base model is no longer "

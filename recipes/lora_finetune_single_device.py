@@ -39,7 +39,6 @@ from pathlib import Path
 from offload.checkpoints.manager import Loaded
 from offload.config.loading import Component
 from offload.models.protocol import AdaptedLM
-from offload.models.torchtune.lora import prepare_adapter
 from offload.training.finetune import FinetuneRecipe
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
@@ -63,7 +62,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     Settings = Settings
     settings: Settings
-    leave_trainable = staticmethod(prepare_adapter)
+    adapts = True
     parts: AdaptedLM
 
     # ---------------------------------------------------------------------------------------------- set-up

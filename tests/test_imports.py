@@ -34,7 +34,10 @@ LEVELS = {
     "optim": 1,
     "leaf": 0,
 }
-LEAVES = {f"offload.{name}" for name in ("errors", "component", "streams", "durable", "device", "tiny", "torchao_shim")}
+LEAVES = {
+    f"offload.{name}"
+    for name in ("errors", "component", "streams", "durable", "device", "paths", "tiny", "torchao_shim")
+}
 # These load the rest when it is asked for, never when they are imported themselves.
 DOORS = {"offload", "offload.__main__", "offload._startup"}
 # What every start of Python or every answer of the command imports.

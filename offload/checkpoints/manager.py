@@ -32,6 +32,7 @@ from offload.checkpoints.sums import checksum
 from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
+from offload.paths import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class CheckpointManager:
         """
         path = self.output_dir / name
         if not path.is_dir():
-            path = _expanded(name, "resume_from_checkpoint")
+            path = expanded(name, "resume_from_checkpoint").absolute()
         if not path.is_dir():
             here = [checkpoint.name for checkpoint in whole_checkpoints(self.output_dir)]
             raise UserError(
@@ -316,18 +317,7 @@ def _check_apart(format: ModelFormat, output_dir: Path) -> None:
 
 def output_folder(output_dir: str | Path) -> Path:
     """``output_dir`` as an absolute path; UserError where it is none."""
-    return _expanded(output_dir, "output_dir")
-
-
-def _expanded(path: str | Path, key: str) -> Path:
-    if not str(path).strip() or "\0" in str(path):
-        raise UserError(f"{key}: got {str(path)!r}, expected the path of a folder, e.g. {key}=outputs/run1")
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise UserError(
-            f"{key}: {path}: there is no such user on this machine: give the folder's whole path"
-        ) from error
+    return expanded(output_dir, "output_dir").absolute()
 
 
 def _check_writable(folder: Path) -> None:

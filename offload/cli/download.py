@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UserError, one_line
+from offload.paths import expanded
 
 # torchtune's checkpointer looks here for the name of the base model when it writes an adapter's config.
 _REPO_ID_FILE = "original_repo_id.json"
@@ -60,7 +61,7 @@ def _download(args: argparse.Namespace) -> int:
         return torchtune(["download", args.repo_id, "--source", "kaggle", *credentials])
 
     folder = args.output_dir or Path("~/models") / args.repo_id.rstrip("/").rpartition("/")[2]
-    folder = folder.expanduser()
+    folder = expanded(folder, "--output-dir")
     print(f"Downloading {args.repo_id} to {folder}", flush=True)
     _fetch(args.repo_id, folder, args.ignore_patterns, args.hf_token or os.environ.get("HF_TOKEN"))
     (folder / _REPO_ID_FILE).write_text(json.dumps({"repo_id": args.repo_id}, indent=4), encoding="utf-8")

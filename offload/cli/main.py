@@ -19,6 +19,7 @@ import offload
 from offload import _startup, streams
 from offload.cli import registry
 from offload.errors import UserError
+from offload.paths import expanded
 
 _DESCRIPTION = "Fine-tunes language models on one GPU, with the optimizer offloaded to host memory."
 
@@ -212,7 +213,7 @@ def _ls(args: argparse.Namespace) -> int:
 def _cp(args: argparse.Namespace) -> int:
     source, is_config = registry.find_any(args.file)
     suffix = source.suffix
-    destination = Path(args.destination).expanduser()
+    destination = expanded(args.destination, "the destination")
     if destination.is_dir() or args.destination.endswith(("/", os.sep)):
         destination = destination / source.name
     elif destination.suffix not in {suffix, *((".yml",) if is_config else ())}:

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _push(args: argparse.Namespace) -> int:
-    folder = args.folder.expanduser()
+    folder = Path(os.path.expanduser(args.folder))
     _check(folder)
     print(f"Uploading {folder} to {args.repo_id}", flush=True)
     message = args.message or f"Upload {folder.resolve().name}"

@@ -215,7 +215,7 @@ def _is_path(name: str, suffix: str) -> bool:
 
 
 def _file(name: str, suffix: str) -> Path | None:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     for candidate in (path, Path(f"{path}{suffix}")):
         if candidate.is_file():
             return candidate.absolute()
@@ -225,7 +225,7 @@ def _file(name: str, suffix: str) -> Path | None:
 def _not_found(kind: str, name: str, suffix: str, candidates: Iterable[str]) -> UserError:
     from offload.component import nearest
 
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return UserError(f"{name} is a folder; a {kind} is a name from `tune ls` or the path of a {suffix} file")
     candidates = list(candidates)

@@ -73,7 +73,6 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
         UserError: the problems, one per line.
     """
     from offload.config.loading import check_without_effects
-    from offload.device import is_here
     from offload.tiny import register_resolvers
 
     module = load_recipe(recipe.path)
@@ -86,9 +85,7 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
         return
     for each in list(vars(module).values()):
         if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check"):
-            device, _, reason = each.check(settings, elsewhere=True)
-            if not is_here(device):
-                notes.append(reason)
+            each.check(settings, notes=notes)
 
 
 def load_recipe(path: Path) -> ModuleType:

@@ -126,6 +126,19 @@ def resolved_tree(cfg: DictConfig, problems: list[str], place: Place | None = No
     return tree
 
 
+def tree_of(section: DictConfig) -> dict[str, Any]:
+    """:func:`resolved_tree` of the whole configuration that a section is part of."""
+    root = section._get_root()
+    assert isinstance(root, DictConfig)
+    return resolved_tree(root, [])
+
+
+def is_known(section: DictConfig, tree: dict[str, Any]) -> bool:
+    """Whether every value in a section can be had without calling a resolver of ours, by :func:`tree_of` it."""
+    key = str(section._get_full_key(None)).replace("[", ".").replace("]", "")
+    return not any(isinstance(value, Unknown) for _, value in walk(get_at(tree, tuple(key.split(".")))))
+
+
 def _without_custom_resolvers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_custom_resolvers(each) for key, each in value.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from offload.component import nearest
 from offload.data.chat import ChatTemplate
 from offload.data.messages import Conversation, check_order, conversation
 from offload.errors import UserError
+from offload.paths import expanded
 
 
 class ChatTokenizer:
@@ -205,7 +205,7 @@ def _starts(encoding: Any, text: str) -> list[int]:
 
 
 def _load(path: str | os.PathLike[str]) -> Any:
-    folder = Path(path).expanduser()
+    folder = expanded(path, "tokenizer.path")
     if not folder.is_dir():
         if folder.is_file():
             raise UserError(f"tokenizer.path: {folder} is a file; give the folder that it lies in, {folder.parent}")
@@ -233,7 +233,7 @@ def _load(path: str | os.PathLike[str]) -> Any:
 def _template(given: str | os.PathLike[str]) -> str:
     if isinstance(given, str) and ("{%" in given or "{{" in given):
         return given
-    path = Path(given).expanduser()
+    path = expanded(given, "tokenizer.chat_template")
     if not path.is_file():
         siblings = {str(one): one for one in path.parent.glob("*")} if path.parent.is_dir() else {}
         meant = nearest(str(path), siblings)

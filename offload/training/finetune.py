@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -26,7 +26,7 @@ from offload.config.secrets import resolved_and_masked
 from offload.data.batches import Batches, build_batches
 from offload.data.labels import IGNORE_INDEX
 from offload.data.tokenizers import build_tokenizer
-from offload.device import find_device, find_dtype, random_state, set_random_state
+from offload.device import find_device, find_dtype, is_here, random_state, set_random_state
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.metrics.lines import say
@@ -91,17 +91,17 @@ class FinetuneRecipe:
         self.reporter: Reporter | None = None
         self.is_profiling = False
 
-    @staticmethod
-    def leave_trainable(model: nn.Module) -> None:
-        """Freeze what this recipe does not train."""
+    adapts: ClassVar[bool] = False
+    """An adapter trains, and not the whole model."""
 
     @classmethod
-    def check(cls, settings: TrainSettings, *, elsewhere: bool = False) -> tuple[torch.device, torch.dtype, str]:
+    def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
         """Refuse what can be refused before anything is read; ``tune validate`` does this much.
 
         Args:
             settings: that the schema accepts.
-            elsewhere: the run will be on another machine, which may have other devices.
+            notes: where given, the run will be on another machine, which may have other devices and files: it gets a
+                line about each that is not here.
 
         Returns:
             (the device, the parameters' dtype, why this device)
@@ -109,9 +109,11 @@ class FinetuneRecipe:
         Raises:
             UserError: names the key, and the way out.
         """
-        device, reason = find_device(settings.device, elsewhere=elsewhere)
+        device, reason = find_device(settings.device, elsewhere=notes is not None)
+        if notes is not None and not is_here(device):
+            notes.append(reason)
         dtype = find_dtype(settings.dtype, device)
-        check_run(settings, device, dtype, cls.leave_trainable)
+        check_run(settings, device, dtype, adapts=cls.adapts, notes=notes)
         return device, dtype, reason
 
     def setup_run(self) -> Loaded | None:

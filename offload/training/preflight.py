@@ -1,8 +1,9 @@
-"""What a run refuses before it reads data, tokenizer and weights.
+"""What a run refuses before it reads data and weights.
 
 Recipes check it first, and ``tune validate`` alone: one function, so that both refuse the same in the same words. The
-model is built on the meta device, the optimizer over small stand-ins for its parameters, the loss is called on a few
-numbers. Nothing is written, no random number of the run is drawn, no metric logger is started.
+model is built on the meta device, from its arguments or the files that have its sizes, the optimizer over small
+stand-ins for its parameters, the loss is called on a few numbers. Nothing is written, no random number of the run is
+drawn, no metric logger is started, no code of a model's folder is run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,22 +23,23 @@ from torch import Tensor, nn
 
 from offload import component as components
 from offload.component import LocalModuleError
-from offload.config.interpolation import resolved_tree
+from offload.config.interpolation import is_known, tree_of
 from offload.config.loading import instantiate
-from offload.config.schema import Unknown, arguments_of, resolve
-from offload.config.yaml_files import get_at, walk
+from offload.config.schema import arguments_of, resolve
 from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
-from offload.models.huggingface import from_pretrained
 from offload.models.torchtune.building import build_model
+from offload.models.torchtune.lora import prepare_adapter
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
-from offload.training.activations import check_activations
+from offload.training.activations import check_activations, prepare_activations
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
 from offload.training.optimizer import check_optimizer
+from offload.training.outline import outline
 from offload.training.settings import TrainSettings
+from offload.training.source import names_transformers
 from offload.training.step import build_scheduler, check_training
 
 NUM_STEPS = 1_000_000
@@ -50,24 +52,28 @@ def check_run(
     settings: TrainSettings,
     device: torch.device,
     dtype: torch.dtype,
-    leave_trainable: Callable[[nn.Module], None] | None = None,
+    *,
+    adapts: bool = False,
+    notes: list[str] | None = None,
 ) -> None:
     """Refuse settings with which no run comes to its first step, whatever its data and weights are.
 
-    A part is left out where only a run can tell: a model whose arguments the base checkpoint has, a value of a resolver
-    that prepares files, a component that :func:`offload.component.installed_only` does not import.
+    A part is left out where only a run can tell: a value of a resolver that prepares files, a model that brings code, a
+    component that :func:`offload.component.installed_only` does not import.
 
     Args:
         settings: that the schema accepts.
         device: trains.
         dtype: of the parameters.
-        leave_trainable: freezes what the recipe does not train.
+        adapts: an adapter trains, and not the whole model.
+        notes: where given, the run may be on another machine: it gets a line about what was not checked because its
+            files are not here. The tokenizer and the base checkpoint are opened too, which a run does anyway.
 
     Raises:
         UserError: names the key, and the way out.
     """
-    tree = _tree_of(settings.model)
-    if settings.model.get("load_in_4bit") and not hasattr(settings, "adapter"):
+    tree = tree_of(settings.model)
+    if settings.model.get("load_in_4bit") and not adapts:
         raise UserError(
             "model.load_in_4bit=True: weights in 4 bits cannot be trained: use the recipe lora_finetune_single_device "
             "with an adapter, or leave it out"
@@ -79,16 +85,23 @@ def check_run(
             device=device,
         )
         with contextlib.suppress(LocalModuleError):
-            if _is_known(settings.loss, tree):
+            if is_known(settings.loss, tree):
                 check_loss(instantiate(settings.loss), settings.loss["_component_"])
         model = check_model(settings.model, dtype, tree)
-        if model is not None and leave_trainable is not None:
-            leave_trainable(model)
+        if model is not None and adapts:
+            prepare_adapter(model)
+        if model is None or notes is not None:
+            parts = outline(settings, dtype, tree, adapts=adapts, notes=notes)
+            if parts is not None:
+                prepare_activations(
+                    parts, checkpointing=settings.enable_activation_checkpointing, offloading=False, device=device
+                )
+                model = parts.module
         with contextlib.suppress(LocalModuleError):
-            if _is_known(settings.optimizer, tree):
+            if is_known(settings.optimizer, tree):
                 _check_optimizer(settings, model, device, dtype, tree)
         with contextlib.suppress(LocalModuleError):
-            if settings.metric_logger is not None and _is_known(settings.metric_logger, tree):
+            if settings.metric_logger is not None and is_known(settings.metric_logger, tree):
                 _check_imports(settings.metric_logger, "metric_logger")
 
 
@@ -98,19 +111,6 @@ def _trying() -> Iterator[None]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_known(section: DictConfig, tree: dict[str, Any]) -> bool:
-    """Whether every value in a section can be had without calling a resolver of ours, by :func:`_tree_of` it."""
-    key = str(section._get_full_key(None)).replace("[", ".").replace("]", "")
-    return not any(isinstance(value, Unknown) for _, value in walk(get_at(tree, tuple(key.split(".")))))
-
-
-def _tree_of(section: DictConfig) -> dict[str, Any]:
-    """The values of the whole configuration that a section is part of."""
-    root = section._get_root()
-    assert isinstance(root, DictConfig)
-    return resolved_tree(root, [])
 
 
 def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | None = None) -> nn.Module | None:
@@ -124,13 +124,13 @@ def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | 
     Raises:
         UserError: it cannot be built from its arguments.
     """
-    if not _is_known(section, _tree_of(section) if tree is None else tree):
+    if not is_known(section, tree_of(section) if tree is None else tree):
         return None
     path = section["_component_"]
     try:
-        component = resolve(path, key="model._component_")
-        if component is from_pretrained:
+        if names_transformers(section):
             return None  # its folder has it
+        component = resolve(path, key="model._component_")
         given = arguments_of(section)
         signature = components.signature_of(component, given)
         for name, parameter in signature.parameters.items():
@@ -213,7 +213,7 @@ def _check_optimizer(
         clip_grad_norm=settings.clip_grad_norm,
     )
     with contextlib.suppress(LocalModuleError):
-        if settings.lr_scheduler is not None and _is_known(settings.lr_scheduler, tree):
+        if settings.lr_scheduler is not None and is_known(settings.lr_scheduler, tree):
             build_scheduler(settings.lr_scheduler, optimizer, NUM_STEPS)
 
 

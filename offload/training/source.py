@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.component import resolve
 from offload.config.loading import instantiate
@@ -22,7 +22,10 @@ from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel, arch
 from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.models.vocabulary import check_vocabulary
+from offload.paths import expanded
 from offload.training.settings import TrainSettings
+
+_META = torch.device("meta")
 
 
 class ModelSource(Protocol):
@@ -34,6 +37,16 @@ class ModelSource(Protocol):
     @property
     def format(self) -> ModelFormat:
         """How its weights are read and written."""
+
+    def outline(self, *, adapts: bool) -> CausalLM:
+        """The model that trains, on the meta device: names, shapes and what is frozen. No weight is read.
+
+        Args:
+            adapts: an adapter trains, and not the whole model.
+
+        Raises:
+            UserError: as :meth:`full` or :meth:`adapted`, but for what only the weights tell.
+        """
 
     def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
         """The model to train whole.
@@ -52,14 +65,18 @@ class ModelSource(Protocol):
         """
 
 
+def names_transformers(model: DictConfig) -> bool:
+    """Whether a ``model`` section is of a folder that transformers opens."""
+    return resolve(str(model["_component_"]), key="model._component_") is from_pretrained
+
+
 def find_source(settings: TrainSettings, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> ModelSource:
     """The source that the ``model`` section names.
 
     Raises:
         UserError: where ``model`` and ``checkpointer`` do not go together.
     """
-    component = resolve(str(settings.model["_component_"]), key="model._component_")
-    if component is from_pretrained:
+    if names_transformers(settings.model):
         if settings.checkpointer is not None:
             raise UserError(
                 "checkpointer: a model of transformers reads and writes its own format; remove the section, and give "
@@ -99,7 +116,16 @@ class TorchtuneSource:
         self._section, self._tokenizer, self._device, self._dtype = model, tokenizer, device, dtype
         self._origin = str(checkpointer.checkpoint_dir)
 
-    def _build(self) -> torch.nn.Module:
+    def outline(self, *, adapts: bool) -> CausalLM:
+        section = self._section.copy()  # the run fills it in, and says with what
+        model = build_as_the_base(
+            section, self.format.base, self._tokenizer, device=_META, dtype=self._dtype, tell=lambda note: None
+        )
+        if adapts:
+            lora.prepare_adapter(model)
+        return TorchtuneModel(model)
+
+    def _build(self) -> nn.Module:
         """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
         base = self.format.base
         model = build_as_the_base(
@@ -139,16 +165,33 @@ class HuggingFaceSource:
     def __init__(
         self, model: DictConfig, adapter: DictConfig | None, tokenizer: Any, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.format = HuggingFaceFormat(Path(str(model.path)).expanduser().absolute())
+        self.format = HuggingFaceFormat(expanded(str(model.path), "model.path").absolute())
         self._section, self._adapter, self._tokenizer = model, adapter, tokenizer
         self._device, self._dtype = device, dtype
 
-    def _load(self, folder: Path | None) -> HuggingFaceModel:
+    def outline(self, *, adapts: bool) -> CausalLM:
+        config = self._adapter_config() if adapts else None
+        model = self._open(None, _META)
+        return model if config is None else AdaptedModel(model, config)
+
+    def _open(self, folder: Path | None, device: torch.device) -> HuggingFaceModel:
         section = self._section.copy()
         if folder is not None:
             section.path = str(folder)
-        model: HuggingFaceModel = instantiate(section, device=self._device, dtype=self._dtype)
+        model: HuggingFaceModel = instantiate(section, device=device, dtype=self._dtype)
         check_vocabulary(self._tokenizer, model.num_embeddings, checkpoint=self.format.key)
+        return model
+
+    def _adapter_config(self) -> Any:
+        if self._adapter is None:
+            raise UserError(
+                "adapter is missing: give one of peft's configurations, such as adapter._component_=peft.LoraConfig "
+                "adapter.r=16 adapter.target_modules=all-linear, or use the recipe full_finetune_single_device"
+            )
+        return instantiate(self._adapter)
+
+    def _load(self, folder: Path | None) -> HuggingFaceModel:
+        model = self._open(folder, self._device)
         if model.dequantized is not None:
             say(
                 f"model: the {model.dequantized} weights of {self.format.directory} are dequantised: "
@@ -178,12 +221,8 @@ class HuggingFaceSource:
         return model
 
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
-        if self._adapter is None:
-            raise UserError(
-                "adapter is missing: give one of peft's configurations, such as adapter._component_=peft.LoraConfig "
-                "adapter.r=16 adapter.target_modules=all-linear, or use the recipe full_finetune_single_device"
-            )
-        model = AdaptedModel(self._load(None), instantiate(self._adapter))
+        config = self._adapter_config()
+        model = AdaptedModel(self._load(None), config)
         self.format.model = model
         if folder is not None:
             if adapter is None:

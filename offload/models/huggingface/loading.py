@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from offload.errors import UserError, first_line
 from offload.models.huggingface import quantized
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
+from offload.paths import expanded
 
 LEAST_VERSION = (5, 20)
 """Tested; weight conversions that ``save_pretrained`` undoes began with 5."""
@@ -31,7 +34,8 @@ def from_pretrained(
 
     Args:
         path: holds ``config.json`` and safetensors files.
-        device: where the model goes.
+        device: where the model goes. On the meta device no weight is read: names, shapes and what the files lack are
+            known from their headers.
         dtype: of its parameters.
         attn_implementation: ``sdpa``, ``flash_attention_2``, ``flash_attention_3``, ``flex_attention`` or ``eager``;
             None for ``sdpa`` where the model can, else ``eager``.
@@ -51,26 +55,31 @@ def from_pretrained(
             f"model: transformers {transformers.__version__} is too old, {wanted} or newer is needed: "
             f"pip install 'transformers>={wanted}'"
         )
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path, "model.path").absolute()
     _check_folder(folder)
     arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
+    if load_in_4bit and device.type == "meta":
+        arguments = {}  # there are no values to round; names and shapes stay
     config = _read_config(folder, trust_remote_code)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and told by name
-            **arguments,
-        )
+        with _quiet() if device.type == "meta" else contextlib.nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                device_map={"": device},
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # and told by name
+                **arguments,
+            )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise _explained(folder, error, attn_implementation) from error
     except RuntimeError as error:
+        if "mmap" in str(error):  # a file that is larger than this machine's memory
+            raise _explained(folder, error) from error
         if not load_in_4bit or "bitsandbytes" not in str(error).lower():
             raise
         raise UserError(
@@ -86,6 +95,22 @@ def from_pretrained(
     if device.type == "cpu":
         _into_own_memory(model)
     return HuggingFaceModel(model, dequantized=dequantized)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress of what takes no time, and no table beside the line that is told."""
+    from transformers.utils import logging
+
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def _into_own_memory(model: nn.Module) -> None:

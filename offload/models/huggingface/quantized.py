@@ -15,6 +15,9 @@ from offload.errors import UserError
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Formats in which models are published, and transformers' class for each: their weights become plain ones."""
 
+IN_4BIT = "bitsandbytes 4-bit"
+"""A format that stays as it is, frozen under an adapter."""
+
 
 def stored_format(folder: Path) -> str | None:
     """How the weights in a model's folder are quantised, by ``config.json``; None where they are not."""
@@ -23,7 +26,7 @@ def stored_format(folder: Path) -> str | None:
         section = part.get("quantization_config") if isinstance(part, dict) else None
         if isinstance(section, dict) and section:
             is_4bit = section.get("load_in_4bit") and section.get("quant_method", "bitsandbytes") == "bitsandbytes"
-            return "bitsandbytes 4-bit" if is_4bit else str(section.get("quant_method", "an unnamed method"))
+            return IN_4BIT if is_4bit else str(section.get("quant_method", "an unnamed method"))
         if section:
             return str(section)
     return None
@@ -43,7 +46,7 @@ def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -
     import transformers
 
     stored = stored_format(folder)
-    if stored is not None and stored not in DEQUANTIZED and stored != "bitsandbytes 4-bit":
+    if stored is not None and stored not in DEQUANTIZED and stored != IN_4BIT:
         raise UserError(
             f"model.path: the weights in {folder} are quantised ({stored}) and cannot be trained: give the folder of "
             f"the original model; of quantised ones only {', '.join(DEQUANTIZED)} (read as plain weights) and "

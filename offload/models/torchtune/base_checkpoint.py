@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from offload.component import nearest
 from offload.errors import UserError
 from offload.models.safetensors_header import read_safetensors_header
+from offload.paths import expanded
 
 # An index and the single file that takes its place in a small model; in order of preference.
 _LAYOUTS = (
@@ -112,7 +113,7 @@ def read_base(section: Mapping[str, Any]) -> BaseCheckpoint:
     values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)
     assert isinstance(values, dict)
     _check_section(values)
-    directory = Path(str(values["checkpoint_dir"])).expanduser().absolute()
+    directory = expanded(str(values["checkpoint_dir"]), "checkpointer.checkpoint_dir").absolute()
     if not directory.is_dir():
         raise UserError(f"checkpointer.checkpoint_dir: there is no folder {directory}: {_download_hint(directory)}")
     model_type = _model_type(values["model_type"])

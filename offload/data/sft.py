@@ -58,6 +58,7 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
         format: ``messages``, ``prompt``, ``instruction`` or ``text``; None tells it from the columns.
         columns: the source's name of a column, for each of the format's that has another.
         train_on: ``assistant`` (the completion, the output) or ``all`` tokens.
+        too_long: ``cut`` samples at ``tokenizer.max_seq_len``, or take longer ones for an ``error`` of their rows.
         weight: how often an epoch of a mixture goes through the data set (:mod:`offload.data.mixture`).
 
     Attributes:
@@ -73,16 +74,20 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
         format: str | None = None,
         columns: Mapping[str, str] | None = None,
         train_on: Literal["assistant", "all"] = "assistant",
+        too_long: Literal["cut", "error"] = "cut",
         weight: float = 1.0,
     ) -> None:
         if train_on not in ("assistant", "all"):
             raise UserError(f"dataset.train_on: expected assistant or all, got {train_on!r}")
+        if too_long not in ("cut", "error"):
+            raise UserError(f"dataset.too_long: expected cut or error, got {too_long!r}")
         if not weight > 0:
             raise UserError(f"dataset.weight: expected a number above 0, got {weight}; leave the data set out instead")
         self._tokenizer = tokenizer
         self._source = source
         self._data = source.rows
         self._all = train_on == "all"
+        self._cuts = too_long == "cut"
         self.weight = float(weight)
         self.format, self._columns = _format_of(source, format, dict(columns or {}))
         if self.format == "messages":
@@ -106,6 +111,11 @@ class SFTDataset(Dataset[dict[str, list[int]]]):
         if not ids:
             raise RowError("no token is left of it")
         limit = self._tokenizer.max_seq_len
+        if limit is not None and len(ids) > limit and not self._cuts:
+            raise RowError(
+                f"it has {len(ids):,} tokens, more than tokenizer.max_seq_len={limit}; raise that, or have it cut with "
+                "dataset.too_long=cut"
+            )
         self._read.add(index)
         if self.format == "messages" and not self._tokenizer.template.writes_thinking:
             messages = self._cell(row, "messages")
@@ -213,6 +223,7 @@ def sft_dataset(
     train_on: Literal["assistant", "all"] = "assistant",
     packed: bool = False,
     split: str = "train",
+    too_long: Literal["cut", "error"] = "cut",
     weight: float = 1.0,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedSamples:
@@ -239,6 +250,8 @@ def sft_dataset(
         train_on: ``assistant``, or ``all`` tokens.
         packed: several samples in one of ``max_seq_len`` tokens, kept apart (:mod:`offload.data.packing`).
         split: such as ``train`` or ``train[:1000]``.
+        too_long: ``cut`` samples at ``max_seq_len``, which loses the end of a turn; or ``error``, which makes them bad
+            rows, for ``dataset_errors`` to stop at or leave out.
         weight: how often an epoch goes through this data set, among several.
         **load_dataset_kwargs: of :func:`datasets.load_dataset`, such as ``name`` and ``revision``.
 
@@ -254,7 +267,9 @@ def sft_dataset(
         if load_dataset_kwargs.pop(name, None):
             raise UserError(f"dataset.{name}: {why}; remove it")
     source = Source(path, split=split, **load_dataset_kwargs)
-    dataset = SFTDataset(tokenizer, source, format=format, columns=columns, train_on=train_on, weight=weight)
+    dataset = SFTDataset(
+        tokenizer, source, format=format, columns=columns, train_on=train_on, too_long=too_long, weight=weight
+    )
     if not packed:
         return dataset
     if tokenizer.max_seq_len is None:

@@ -28,6 +28,29 @@ def check_vocabulary(tokenizer: Any, rows: int | None, *, checkpoint: str) -> No
     )
 
 
+def end_warning(tokenizer: Any, config: Any) -> str | None:
+    """What a tokenizer looks like that belongs to another model with no more tokens; None where it does not.
+
+    Args:
+        tokenizer: with transformers' in ``hf``; others are not looked at.
+        config: of a model of transformers.
+    """
+    ends = getattr(config.get_text_config(), "eos_token_id", None)
+    hf = getattr(tokenizer, "hf", None)
+    if hf is None or ends is None:
+        return None
+    special = {*hf.all_special_ids, *hf.added_tokens_decoder}
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end not in special:
+            token = hf.convert_ids_to_tokens(end) if end < len(hf) else None
+            what = "it has no such token" if token is None else f"in the tokenizer that is {token!r}, part of a word"
+            return (
+                f"tokenizer: config.json of the model says that token {end} ends a text, and {what}: is it the "
+                "model's? It comes from tokenizer.path"
+            )
+    return None
+
+
 def _token_ids(tokenizer: Any) -> Iterator[int]:
     """The largest ids that text can become. Images are not text: Llama 3's ``<|image|>`` has no row."""
     for name in ("base_vocab_size", "vocab_size"):

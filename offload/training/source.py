@@ -21,7 +21,7 @@ from offload.models.size import num_elements
 from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel, architecture, lora
 from offload.models.torchtune.building import build_as_the_base, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
-from offload.models.vocabulary import check_vocabulary
+from offload.models.vocabulary import check_vocabulary, end_warning
 from offload.paths import expanded
 from offload.training.settings import TrainSettings
 
@@ -192,6 +192,8 @@ class HuggingFaceSource:
 
     def _load(self, folder: Path | None) -> HuggingFaceModel:
         model = self._open(folder, self._device)
+        if (warning := end_warning(self._tokenizer, model.module.config)) is not None:
+            say(f"warning: {warning}")
         if model.dequantized is not None:
             say(
                 f"model: the {model.dequantized} weights of {self.format.directory} are dequantised: "

@@ -194,6 +194,17 @@ def test_samples_are_cut_counted_and_told(chat_tokenizer, written):
     assert dataset[2]["tokens"] == tokenizer.encode(rows[2]["text"])[:16]
 
 
+def test_samples_that_are_too_long_may_be_errors(chat_tokenizer, written):
+    rows = [{"text": "a"}, {"text": "word " * 30}]
+    tokenizer = chat_tokenizer(None, max_seq_len=16)
+    dataset = sft_dataset(tokenizer, written(rows), too_long="error")
+    assert len(dataset[0]["tokens"]) == 3
+    length = len(tokenizer.encode(rows[1]["text"]))
+    with pytest.raises(RowError, match=f"it has {length} tokens, more than tokenizer.max_seq_len=16; .*too_long=cut"):
+        dataset[1]
+    assert dataset.notes() == []
+
+
 def test_what_the_template_leaves_out_is_told(chat_tokenizer, written):
     thinking = {"role": "assistant", "content": "It is 3.", "reasoning_content": "one plus two"}
     path = written([{"messages": [TURNS[0], thinking]}, {"messages": TURNS}])
@@ -283,6 +294,7 @@ def _refusals(tmp_path, written):
         (pairs, {"columns": {"prompt": "qestion"}}, "dataset.columns.prompt: .* 'qestion'; did you mean question"),
         (pairs, {}, r"the columns of .* \(question, answer\) are of no known format; .*dataset.columns.prompt=COLUMN"),
         (good, {"train_on": "user"}, "dataset.train_on: expected assistant or all, got 'user'"),
+        (good, {"too_long": "skip"}, "dataset.too_long: expected cut or error, got 'skip'"),
         (good, {"weight": 0}, "dataset.weight: expected a number above 0"),
         (good, {"streaming": True}, "dataset.streaming: rows stay on the disk anyway, .* by their number; remove it"),
         (good, {"data_files": "x"}, "dataset.data_files: dataset.path takes files; remove it"),

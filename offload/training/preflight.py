@@ -30,6 +30,7 @@ from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.models.huggingface.attention import check_attention
 from offload.models.torchtune.building import build_model
 from offload.models.torchtune.lora import prepare_adapter
 from offload.optimizer import OffloadOptimizer
@@ -87,6 +88,8 @@ def check_run(
         with contextlib.suppress(LocalModuleError):
             if is_known(settings.loss, tree):
                 check_loss(instantiate(settings.loss), settings.loss["_component_"])
+        if "attn_implementation" in settings.model:
+            check_attention(settings.model.attn_implementation, device, dtype)
         model = check_model(settings.model, dtype, tree)
         if model is not None and adapts:
             prepare_adapter(model)

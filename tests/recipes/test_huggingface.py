@@ -199,7 +199,7 @@ def test_packs_of_our_own_data_sets(here: Workspace, tmp_path: Path) -> None:
     [
         (("+checkpointer.checkpoint_dir=somewhere",), "checkpointer"),
         (("model.path=/nowhere",), "model.path: there is no folder /nowhere"),
-        (("model.attn_implementation=sdpaa",), "model.attn_implementation=sdpaa"),
+        (("model.attn_implementation=sdpaa",), "model.attn_implementation: there is no 'sdpaa', did you mean sdpa?"),
         (("model={_component_: torchtune.models.llama2.llama2_7b}",), "checkpointer is missing"),
     ],
 )

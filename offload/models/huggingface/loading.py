@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.errors import UserError, first_line
 from offload.models.huggingface import quantized
+from offload.models.huggingface.attention import check_attention, not_usable
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
 from offload.paths import expanded
@@ -37,8 +38,8 @@ def from_pretrained(
         device: where the model goes. On the meta device no weight is read: names, shapes and what the files lack are
             known from their headers.
         dtype: of its parameters.
-        attn_implementation: ``sdpa``, ``flash_attention_2``, ``flash_attention_3``, ``flex_attention`` or ``eager``;
-            None for ``sdpa`` where the model can, else ``eager``.
+        attn_implementation: one of :data:`offload.models.huggingface.attention.KNOWN`; None for ``sdpa`` where the
+            model can, else ``eager``.
         trust_remote_code: run the Python files that a folder brings.
         load_in_4bit: round linear layers but the head to NF4 with double quantisation (4.13 bits per weight), by
             bitsandbytes; they are frozen, for LoRA. https://arxiv.org/abs/2305.14314
@@ -55,6 +56,7 @@ def from_pretrained(
             f"model: transformers {transformers.__version__} is too old, {wanted} or newer is needed: "
             f"pip install 'transformers>={wanted}'"
         )
+    check_attention(attn_implementation, device, dtype)
     folder = expanded(path, "model.path").absolute()
     _check_folder(folder)
     arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
@@ -176,11 +178,8 @@ def _explained(folder: Path, error: Exception, attn_implementation: str | None =
             f"model.path: the installed transformers does not know the model type {kind!r} of {folder}: "
             "pip install --upgrade transformers"
         )
-    if attn_implementation is not None and "attention" in text.lower():
-        return UserError(
-            f"model.attn_implementation={attn_implementation}: {_first_sentence(text)}: leave it out for one that "
-            "the model can use"
-        )
+    if attn_implementation is not None and ("attention" in text.lower() or "kernel" in text.lower()):
+        return not_usable(attn_implementation, _first_sentence(text))
     return UserError(f"model.path: {folder} cannot be loaded: {type(error).__name__}: {_first_sentence(text)}")
 
 

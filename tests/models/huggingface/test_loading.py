@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload.errors import UserError
-from offload.models.huggingface import from_pretrained
+from offload.models.huggingface import attention, from_pretrained
 from tests.models.huggingface import families  # type: ignore[import-not-found]
 
 CPU = torch.device("cpu")
@@ -151,8 +152,50 @@ def test_a_model_that_brings_code(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_attention_that_is_not_there(folder: Path) -> None:
-    refused(folder, r"model\.attn_implementation=sdpaa: ", attn_implementation="sdpaa")
+def test_the_known_attentions_are_transformers_own() -> None:
+    from transformers import AttentionInterface
+
+    theirs = {name for name in AttentionInterface().valid_keys() if "|" not in name}
+    assert set(attention.KNOWN) == theirs | {"eager"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sdpaa", r"there is no 'sdpaa', did you mean sdpa\? Expected one of sdpa, eager, .*; leave it out for sdpa"),
+        ("Flash_Attention2", "there is no 'Flash_Attention2', did you mean flash_attention_2"),
+        ("xformers", r"there is no 'xformers'\. Expected one of"),
+        ("", "there is no ''"),
+        ("flex_attention", "flex_attention has no backward on the CPU; leave it out for sdpa"),
+        ("flash_attention_2", "flash_attention_2 needs a GPU, and device is cpu; leave it out for sdpa"),
+        (
+            "kernels-community/flash-attn2",
+            "needs kernels, which is not installed: pip install kernels; or leave it out",
+        ),
+    ],
+)
+def test_an_attention_that_is_not_there(folder: Path, name: str, says: str) -> None:
+    refused(folder, rf"^model\.attn_implementation: .*{says}", attn_implementation=name)
+
+
+def test_an_attention_that_the_card_or_the_dtype_cannot_have() -> None:
+    cuda = torch.device("cuda")
+    for name in attention.KNOWN:
+        attention.check_attention(name, cuda, torch.bfloat16)
+    attention.check_attention("flex_attention", cuda, torch.float32)
+    with pytest.raises(UserError, match=r"flash_attention_3 computes in bf16 and fp16 alone; set dtype=bf16, or leave"):
+        attention.check_attention("flash_attention_3", cuda, torch.float32)
+
+
+def test_flash_attention_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the device."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    monkeypatch.setattr("offload.models.huggingface.loading.check_attention", lambda *_: None)
+    says = (
+        "flash_attention_2 needs flash-attn, which is not installed: pip install flash-attn; or leave it out for sdpa"
+    )
+    refused(folder, says, attn_implementation="flash_attention_2")
 
 
 def test_an_attention_that_the_model_cannot_use(tmp_path: Path) -> None:

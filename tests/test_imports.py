@@ -1,8 +1,8 @@
 """The import graph keeps DESIGN.md's one-way rule, and what must stay light stays light.
 
-Rooms, from the top: cli, then training and comparison, then plan and models, then the optimizer beside the simulation,
-then engine, optim and data. A module imports from its own room, from any room below, and from the leaves (errors,
-component, streams), which everything may use.
+``LEVELS`` has the rooms. A module imports from its own room, from any room below, and from the leaves (errors,
+component, streams), which everything may use. The two libraries that models come from are each known to one room alone;
+the others, and the recipes, see a model through ``offload.models.protocol`` and get it from ``offload.models.source``.
 """
 
 from __future__ import annotations
@@ -106,6 +106,19 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 and (ROOT / "offload" / parts[1]).is_dir() else "optimizer"
 
 
+def library_room(module: str) -> str | None:
+    """``torchtune`` or ``huggingface`` for what is behind the door of models."""
+    parts = [*module.split("."), ""]
+    return parts[2] if parts[:2] == ["offload", "models"] and parts[2] in ("torchtune", "huggingface") else None
+
+
+def may_look_behind(module: str, imported: str) -> bool:
+    # Data sets of torchtune's are packed and masked by torchtune.
+    return module == "offload.models.source" or (
+        imported == "offload.models.torchtune.datasets" and module.startswith("offload.data.")
+    )
+
+
 def violations(module: str, path: Path) -> list[str]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = []
@@ -122,6 +135,9 @@ def violations(module: str, path: Path) -> list[str]:
                 if mine != "cli":
                     found.append(f"{where}: name the module that has it")
                 continue
+            behind = library_room(imported.module)
+            if behind not in (None, library_room(module)) and not may_look_behind(module, imported.module):
+                found.append(f"{where}: a model comes from offload.models.source, whichever library it is of")
             theirs = room(imported.module)
             if theirs != mine and LEVELS[theirs] >= LEVELS[mine]:
                 found.append(f"{where}: {mine} does not import {theirs}")
@@ -187,6 +203,15 @@ def test_imports_run_one_way(module):
         ("offload.optimizer", "from torchtune import training", True),
         ("offload.training.x", "from offload.optimizer import OffloadOptimizer", False),
         ("offload.training.x", "def f():\n    import torchtune", True),
+        ("offload.training.x", "from offload.models.source import find_source", False),
+        ("offload.training.x", "def f():\n    from offload.models.torchtune import TorchtuneModel", True),
+        ("offload.training.x", "from offload.models.huggingface.loading import from_pretrained", True),
+        ("offload.data.x", "from offload.models.torchtune.datasets import is_packed", False),
+        ("offload.data.x", "from offload.models.torchtune.lora import prepare_adapter", True),
+        ("offload.models.source", "from offload.models.huggingface import from_pretrained", False),
+        ("offload.models.torchtune.x", "from offload.models.huggingface.head import Head", True),
+        ("offload.models.torchtune.x", "from offload.models.torchtune.lora import merge", False),
+        ("offload.models.protocol", "from offload.models.torchtune.lora import merge", True),
         ("offload.models.torchtune.x", "def f():\n    from torchtune import modules", False),
         ("offload.models.torchtune.x", "from torchtune import modules", True),
         ("offload.training.x", "from offload.cli import registry", True),
@@ -212,12 +237,14 @@ def _only(path: Path, text: str, read_text):
 
 
 @pytest.mark.parametrize("recipe", recipes())
-def test_recipes_import_neither_each_other_nor_the_command(recipe):
+def test_recipes_import_neither_each_other_nor_the_command_nor_a_library_of_models(recipe):
     names = {path.stem for path in recipes().values()}
     found = [
         f"line {imported.line}: {imported.module}"
         for imported in imports(recipes()[recipe])
-        if imported.module.split(".")[0] in {"recipes", *names} or imported.module.startswith("offload.cli")
+        if imported.module.split(".")[0] in {"recipes", "torchtune", "transformers", "peft", *names}
+        or imported.module.startswith("offload.cli")
+        or library_room(imported.module) is not None
     ]
     assert found == []
 

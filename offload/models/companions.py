@@ -3,9 +3,12 @@ licence, and the code of models that bring their own."""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".spm", ".jinja", ".py")
 _NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
@@ -29,10 +32,14 @@ def companions(directory: Path) -> list[str]:
 
 
 def copy_companions(directory: Path, target: Path) -> None:
-    """Copies :func:`companions` into ``target``, following links."""
-    for name in companions(directory):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(directory / name, target / name)
+    """Copies :func:`companions` into ``target``, following links; warns where the folder is gone."""
+    try:
+        for name in companions(directory):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(directory / name, target / name)
+    except FileNotFoundError as error:
+        # Hours into a run, weights without a tokenizer beat no weights.
+        logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, target)
 
 
 def _is_companion(path: Path) -> bool:

@@ -1,9 +1,10 @@
-"""What the recipes and the loss see of a language model."""
+"""What the recipes and the loss see of a language model, whichever library it is of."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,3 +121,110 @@ class ModelFormat(Protocol):
             adapter: under the model's names.
             config: fields of peft's ``LoraConfig``, with the model's names.
         """
+
+
+class ModelSource(Protocol):
+    """Makes the model of a run, with the weights that it begins with.
+
+    Attributes:
+        masks_documents: the model tells the documents of a pack by a mask; otherwise by their positions.
+    """
+
+    masks_documents: bool
+
+    @property
+    def format(self) -> ModelFormat:
+        """How its weights are read and written."""
+
+    def outline(self, *, adapts: bool) -> CausalLM:
+        """The model that trains, on the meta device: names, shapes and what is frozen. No weight is read.
+
+        Args:
+            adapts: an adapter trains, and not the whole model.
+
+        Raises:
+            UserError: as :meth:`full` or :meth:`adapted`, but for what only the weights tell.
+        """
+
+    def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
+        """The model to train whole.
+
+        Args:
+            saved: the weights of the checkpoint to go on from, where :attr:`format` reads them.
+            folder: of that checkpoint; None to begin with the base model.
+        """
+
+    def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        """The base model with an adapter to train.
+
+        Args:
+            adapter: of the checkpoint to go on from; None where it has none.
+            folder: of that checkpoint; None to begin with an adapter that changes nothing.
+        """
+
+
+class Answerer(Protocol):
+    """A model that answers.
+
+    Attributes:
+        context: tokens that a prompt and its answer may have together; None where nothing limits them.
+    """
+
+    context: int | None
+
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a prompt, in the template of training, with the turn of the answer opened.
+
+        Args:
+            messages: with ``role`` and ``content``.
+        """
+
+    def reserve(self, tokens: int) -> None:
+        """Before the first answer: prompt and answer have at most so many tokens."""
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        show: Callable[[str], None],
+        *,
+        max_new_tokens: int,
+        seed: int | None,
+        use_cache: bool,
+    ) -> list[int]:
+        """The token ids of an answer, without the one that ends it.
+
+        Args:
+            prompt: token ids.
+            show: called with the answer's text, piece by piece or at once.
+            max_new_tokens: its length at most.
+            seed: of the choice of tokens; None for another one each time.
+            use_cache: keep what was computed for earlier tokens.
+        """
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen; where it says nothing, as the model's own settings do.
+
+    Attributes:
+        temperature: 0 for the likeliest token each time.
+        top_k: choose among so many likeliest tokens; 0 for all.
+        top_p: choose among the likeliest that have this probability together.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class SavedRuns(Protocol):
+    """Reads what training runs left, for models that were one of them."""
+
+    def newest(self, folder: Path) -> Path | None:
+        """The checkpoint in a run's folder that was saved last; None where there is none."""
+
+    def config(self, folder: Path) -> Mapping[str, Any] | None:
+        """The configuration of the run that saved a checkpoint; None where the folder is none."""
+
+    def adapter(self, folder: Path, format: ModelFormat) -> Mapping[str, Tensor] | None:
+        """The adapter in a checkpoint, under the model's names."""

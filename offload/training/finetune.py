@@ -33,6 +33,7 @@ from offload.metrics.lines import say
 from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.size import num_elements
+from offload.models.source import find_source
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
@@ -44,7 +45,6 @@ from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
 from offload.training.seed import set_seed
 from offload.training.settings import AUTO, TrainSettings
-from offload.training.source import find_source
 from offload.training.step import (
     build_profiler,
     build_scheduler,
@@ -122,7 +122,15 @@ class FinetuneRecipe:
         self.device, self.dtype, reason = self.check(settings)
         say(reason)
         self.tokenizer = build_tokenizer(settings.tokenizer)
-        self.source = find_source(settings, self.tokenizer, self.device, self.dtype)
+        self.source = find_source(
+            settings.model,
+            settings.checkpointer,
+            getattr(settings, "adapter", None),
+            self.tokenizer,
+            self.device,
+            self.dtype,
+            say,
+        )
         self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
         self.lock = OutputLock(self.output_dir)
         remove_leftover(self.output_dir)

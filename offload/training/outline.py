@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 from offload.component import LocalModuleError
 from offload.config.interpolation import is_known
 from offload.data.tokenizers import build_tokenizer
-from offload.models.huggingface.quantized import IN_4BIT, stored_format
 from offload.models.protocol import CausalLM
+from offload.models.source import files_of, find_source
 from offload.training.settings import TrainSettings
-from offload.training.source import find_source, names_transformers
 
 _TOKENIZERS = ("torchtune.", "offload.")
 """Packages whose tokenizers read files and do no more."""
@@ -40,31 +39,23 @@ def outline(
     Raises:
         UserError: as a run does, but for what only the weights tell.
     """
-    sections = [settings.model, settings.checkpointer, getattr(settings, "adapter", None)]
-    if not all(section is None or is_known(section, tree) for section in sections):
+    model, checkpointer, adapter = settings.model, settings.checkpointer, getattr(settings, "adapter", None)
+    if not all(section is None or is_known(section, tree) for section in (model, checkpointer, adapter)):
         return None
     with contextlib.suppress(LocalModuleError):
         tokenizer = None if notes is None else _tokenizer(settings.tokenizer, tree, notes)
-        if names_transformers(settings.model):
-            if settings.model.get("trust_remote_code") or _is_in_4bit(settings.model.get("path")):
-                return None
-            key, folder = "model.path", settings.model.get("path")
-        else:
-            key, section = "checkpointer.checkpoint_dir", settings.checkpointer
-            folder = None if section is None else section.get("checkpoint_dir")
+        files = files_of(model, checkpointer)
+        if files is None:
+            return None
+        key, folder = files
         if notes is not None and folder is not None and _is_absent(folder):
             notes.append(f"{key}: there is no folder {folder} here: what depends on its files was not checked")
             return None
-        return find_source(settings, tokenizer, torch.device("meta"), dtype).outline(adapts=adapts)
+        meta = torch.device("meta")
+        return find_source(model, checkpointer, adapter, tokenizer, meta, dtype, lambda line: None).outline(
+            adapts=adapts
+        )
     return None
-
-
-def _is_in_4bit(folder: Any) -> bool:
-    """Whether the shapes in a folder's files are of packed weights."""
-    try:
-        return stored_format(Path(str(folder)).expanduser()) == IN_4BIT
-    except (OSError, RuntimeError, ValueError, AttributeError):
-        return False  # what is wrong is told when it is opened
 
 
 def _tokenizer(section: DictConfig, tree: dict[str, Any], notes: list[str]) -> Any:

@@ -30,9 +30,7 @@ from offload.device import is_here
 from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
-from offload.models.huggingface.attention import check_attention
-from offload.models.torchtune.building import build_model
-from offload.models.torchtune.lora import prepare_adapter
+from offload.models.source import check_section, empty_model
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.training.activations import check_activations, prepare_activations
@@ -40,7 +38,6 @@ from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
 from offload.training.optimizer import check_optimizer
 from offload.training.outline import outline
 from offload.training.settings import TrainSettings
-from offload.training.source import names_transformers
 from offload.training.step import build_scheduler, check_training
 
 NUM_STEPS = 1_000_000
@@ -74,11 +71,6 @@ def check_run(
         UserError: names the key, and the way out.
     """
     tree = tree_of(settings.model)
-    if settings.model.get("load_in_4bit") and not adapts:
-        raise UserError(
-            "model.load_in_4bit=True: weights in 4 bits cannot be trained: use the recipe lora_finetune_single_device "
-            "with an adapter, or leave it out"
-        )
     with _trying():
         check_activations(
             checkpointing=settings.enable_activation_checkpointing,
@@ -88,11 +80,9 @@ def check_run(
         with contextlib.suppress(LocalModuleError):
             if is_known(settings.loss, tree):
                 check_loss(instantiate(settings.loss), settings.loss["_component_"])
-        if "attn_implementation" in settings.model:
-            check_attention(settings.model.attn_implementation, device, dtype)
-        model = check_model(settings.model, dtype, tree)
-        if model is not None and adapts:
-            prepare_adapter(model)
+        with contextlib.suppress(LocalModuleError):
+            check_section(settings.model, device, dtype, adapts=adapts)
+        model = check_model(settings.model, dtype, tree, adapts=adapts)
         if model is None or notes is not None:
             parts = outline(settings, dtype, tree, adapts=adapts, notes=notes)
             if parts is not None:
@@ -116,13 +106,16 @@ def _trying() -> Iterator[None]:
         yield
 
 
-def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | None = None) -> nn.Module | None:
+def check_model(
+    section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | None = None, *, adapts: bool = False
+) -> nn.Module | None:
     """The ``model`` component on the meta device; None where only a run can build it.
 
     Args:
         section: the component.
         dtype: of the parameters.
         tree: the configuration's values, where they are at hand.
+        adapts: an adapter trains, and not the whole model.
 
     Raises:
         UserError: it cannot be built from its arguments.
@@ -131,8 +124,6 @@ def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | 
         return None
     path = section["_component_"]
     try:
-        if names_transformers(section):
-            return None  # its folder has it
         component = resolve(path, key="model._component_")
         given = arguments_of(section)
         signature = components.signature_of(component, given)
@@ -140,7 +131,7 @@ def check_model(section: DictConfig, dtype: torch.dtype, tree: dict[str, Any] | 
             is_variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not is_variable and name not in given:
                 return None  # config.json of the base checkpoint has it
-        return build_model(section, device=torch.device("meta"), dtype=dtype)
+        return empty_model(section, dtype, adapts=adapts)
     except LocalModuleError:
         return None
     except UserError:

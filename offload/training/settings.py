@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from offload.config.loading import Above, AtLeast, AtMost, Component, DottedPath, Makes, Passes
 from offload.data.source import check_not_streaming
-from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
+from offload.models.source import PASSED
 
 AUTO = "auto"
 """For ``resume_from_checkpoint``: the newest checkpoint, or the beginning where there is none."""
@@ -21,7 +21,7 @@ Dataset = Annotated[Component | list[Component], Passes("tokenizer")]
 
 Model = Annotated[
     Component,
-    Passes(optional_keywords=(*BUILDER_ARGUMENTS, "device", "dtype")),
+    Passes(optional_keywords=PASSED),
     Makes("a model", "torch.nn.Module", or_has="hidden"),
 ]
 """A model builder; arguments which it leaves out come from the base checkpoint's config.json."""

@@ -265,7 +265,7 @@ def test_the_result_answers(recipe: str, here: Workspace, tmp_path: Path, monkey
         assert says in here.capture.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", ["full_finetune_single_device"])
+@pytest.mark.parametrize("recipe", ["full_finetune_single_device", "generate"])
 def test_a_run_imports_no_torchtune(recipe: str, here: Workspace, tmp_path: Path) -> None:
     """The shipped configs where importing torchtune raises: a run, its model asked."""
     rows = [{"prompt": f"What is {n}?", "completion": f"{n}."} for n in range(40)]

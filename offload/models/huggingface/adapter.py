@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.models.adapter import fitting_adapter
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 from offload.models.huggingface.quantized import is_in_4bit, plain
 from offload.models.size import num_elements
@@ -57,30 +58,19 @@ class AdaptedModel(HuggingFaceModel):
         weights: dict[str, Tensor] = get_peft_model_state_dict(self._model, save_embedding_layers=False)
         return {clean_name(name): tensor.detach() for name, tensor in weights.items()}
 
-    def load_adapter(self, weights: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, weights: Mapping[str, Tensor] | None) -> None:
         """Load all of an adapter.
 
         Args:
-            weights: as :meth:`adapter_weights` gives them.
+            weights: as :meth:`adapter_weights` gives them; None for a checkpoint that has none.
 
         Raises:
             UserError: where it is not the adapter of a model like this.
         """
         from peft import set_peft_model_state_dict
 
-        expected = self.adapter_weights()
-        way_out = "set adapter as it was in that run, or start anew in another output_dir"
-        for name in {**expected, **weights}:
-            if name not in weights:
-                raise UserError(f"adapter: the checkpoint's adapter has no {name}; {way_out}")
-            if name not in expected:
-                raise UserError(f"adapter: the checkpoint's adapter has {name}, the model has not; {way_out}")
-            if weights[name].shape != expected[name].shape:
-                raise UserError(
-                    f"adapter: {name} is {list(weights[name].shape)} in the checkpoint's adapter, the model has "
-                    f"{list(expected[name].shape)}; {way_out}"
-                )
-        set_peft_model_state_dict(self._model, dict(weights), adapter_name=ADAPTER)
+        fitting = fitting_adapter(weights, self.adapter_weights(), key="adapter")
+        set_peft_model_state_dict(self._model, fitting, adapter_name=ADAPTER)
 
     def adapter_config(self) -> dict[str, Any]:
         """Fields of peft's configuration."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from offload.models.companions import copy_companions
 from offload.models.huggingface.model import HuggingFaceModel
-
-logger = logging.getLogger(__name__)
 
 # Bytes in one weight file. Only one at a time is copied to the host when the model is on an accelerator.
 SHARD_BYTES = 4 * 2**30
@@ -43,11 +40,7 @@ class HuggingFaceFormat:
     def write_model(self, folder: Path, weights: Mapping[str, Tensor], written: Callable[[Path], None]) -> None:
         assert self.model is not None
         self.model.save(folder, weights, max_shard_bytes=SHARD_BYTES)
-        try:
-            copy_companions(self.directory, folder)
-        except FileNotFoundError as error:
-            # Hours into a run, weights without a tokenizer beat no weights.
-            logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, folder)
+        copy_companions(self.directory, folder)
         for file in sorted(folder.glob("*.safetensors")):
             written(file)
 

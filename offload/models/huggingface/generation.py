@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from offload.errors import UserError
 from offload.models.huggingface.loading import from_pretrained
+from offload.models.protocol import Sampling
 
 # What a GenerationConfig may have set that means nothing where the likeliest token is taken.
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -44,21 +44,6 @@ def home_of(folder: Path, base: Path | None) -> Path:
             "the folder where it is now"
         )
     return base
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; where it says nothing, as the model's ``generation_config.json`` does.
-
-    Attributes:
-        temperature: 0 for the likeliest token each time.
-        top_k: choose among so many likeliest tokens; 0 for all.
-        top_p: choose among the likeliest that have this probability together.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
 
 
 class Generator:

@@ -136,11 +136,7 @@ class TorchtuneFormat:
             if key in config:
                 config[key] = dtype
         _write_json(folder / "config.json", config)
-        try:
-            copy_companions(self.directory, folder)
-        except FileNotFoundError as error:
-            # Hours into a run, weights without a tokenizer beat no weights.
-            logger.warning("%s is gone: %s is saved without its tokenizer files", error.filename, folder)
+        copy_companions(self.directory, folder)
 
     def write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         if self.base.model_type in peft_adapter.UNSUPPORTED_TYPES:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
 from offload.errors import UserError
+from offload.models.adapter import fitting_adapter
 from offload.models.torchtune.building import load_weights
 
 
@@ -69,25 +70,7 @@ def load_adapter(model: nn.Module, adapter: Mapping[str, Tensor] | None) -> None
     Raises:
         UserError: where it is not the adapter of a model like this.
     """
-    way_out = "set model as it was in that run, or start anew in another output_dir"
-    if adapter is None:
-        raise UserError(
-            "resume_from_checkpoint: the checkpoint holds a full model and no adapter; resume it with "
-            "full_finetune_single_device, or give this run an output_dir of its own"
-        )
-    expected = adapter_weights(model)
-    for name in expected:
-        if name not in adapter:
-            raise UserError(f"model: the checkpoint's adapter has no {name}; {way_out}")
-    for name, tensor in adapter.items():
-        if name not in expected:
-            raise UserError(f"model: the checkpoint's adapter has {name}, the model has not; {way_out}")
-        if tensor.shape != expected[name].shape:
-            raise UserError(
-                f"model: {name} is {list(tensor.shape)} in the checkpoint's adapter, the model has "
-                f"{list(expected[name].shape)}; {way_out}"
-            )
-    model.load_state_dict(dict(adapter), strict=False)
+    model.load_state_dict(fitting_adapter(adapter, adapter_weights(model), key="model"), strict=False)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from offload.data.tokenizer import ChatTokenizer
-from offload.models.huggingface.generation import Generator, Sampling, TextStream
+from offload.models.huggingface.generation import Generator, TextStream
+from offload.models.protocol import Sampling
 from tests.data.conftest import byte_level  # type: ignore[import-not-found]  # noqa: F401 - a fixture
 from tests.data.tokenizer_files import sentencepiece_model  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]

@@ -40,6 +40,9 @@ class AdaptedModel(HuggingFaceModel):
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.name_or_path
         config.task_type = config.task_type or "CAUSAL_LM"
+        if base.frozen and getattr(config, "exclude_modules", "none") is None:
+            # all-linear would also mean towers that no text goes through.
+            config.exclude_modules = rf"(.*\.)?({'|'.join(base.frozen)})(\..*)?"
         try:
             module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
         except (ValueError, TypeError, NotImplementedError) as error:

@@ -163,3 +163,20 @@ def test_what_does_not_fit_is_one_line(folder: Path) -> None:
         model.load_adapter({**weights, "other": weights[name]})
     with pytest.raises(UserError, match=r"is \[1\] in the checkpoint's adapter"):
         model.load_adapter({**weights, name: torch.zeros(1)})
+
+
+def test_all_linear_means_the_part_that_is_trained(tmp_path: Path) -> None:
+    """Gemma 3's image tower is frozen and never run on text: an adapter there would be saved as it began."""
+    from peft import LoraConfig
+
+    families.save("gemma3", tmp_path)
+    base = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+    assert base.frozen
+    model = AdaptedModel(base, LoraConfig(r=4, target_modules="all-linear"))
+    weights = model.adapter_weights()
+    assert weights and not [name for name in weights if any(tower in name for tower in base.frozen)]
+    trained = {id(param) for param in model.module.parameters() if param.requires_grad}
+    assert trained == {id(p) for name, p in model.module.named_parameters() if "lora_" in name}
+    with pytest.raises(UserError, match=r"adapter: .*exclude"):
+        again = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+        AdaptedModel(again, LoraConfig(r=4, target_modules=r".*vision_tower.*q_proj"))

@@ -32,6 +32,10 @@ PROMISED_NAMES = """
 llama2_7b_offload llama2_7b_lora llama2_7b_qlora llama2_7b_paged llama2_7b_generate llama2_13b_offload
 llama3_1_8b_offload llama3_2_1b_offload llama3_2_3b_offload phi3_mini_offload qwen2_5_0_5b_offload
 qwen2_5_7b_offload mistral_7b_offload gemma2_2b_offload hf_offload hf_lora hf_generate
+qwen3_0_6b_offload qwen3_1_7b_offload qwen3_4b_offload qwen3_4b_lora qwen3_8b_offload qwen3_8b_lora qwen3_14b_offload
+qwen3_14b_lora llama3_1_8b_lora llama3_2_1b_lora llama3_2_3b_lora gemma3_1b_offload gemma3_4b_offload gemma3_4b_lora
+gemma3_12b_offload gemma3_12b_lora mistral_small_24b_offload mistral_small_24b_lora phi4_offload phi4_lora
+smollm3_3b_offload smollm3_3b_lora olmo3_7b_offload olmo3_7b_lora gpt_oss_20b_lora
 tiny_llama_offload tiny_llama_lora tiny_llama_generate
 """
 PROMISED = PROMISED_NAMES.split()
@@ -45,7 +49,16 @@ enable_kv_cache max_new_tokens
 """
 KNOBS = KNOB_NAMES.split()
 
+
+def _is_huggingface(path: Path) -> bool:
+    """Whether the model comes from a folder, by transformers."""
+    return str(OmegaConf.load(path).model._component_).startswith("offload.models.huggingface.")
+
+
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+torchtune_configs = pytest.mark.parametrize(  # of the others, tests/test_config_memory.py
+    "path", [path for path in CONFIGS if not _is_huggingface(path)], ids=lambda path: path.stem
+)
 training_configs = pytest.mark.parametrize(
     "path", [path for path in CONFIGS if not path.stem.endswith("_generate")], ids=lambda path: path.stem
 )
@@ -74,11 +87,6 @@ def _given(path: Path) -> list[str]:
     if not path.stem.startswith("hf_"):
         return []
     return ["model.path=~/models/Qwen3-8B", GIVEN_TASK[path.stem.endswith("_generate")]]
-
-
-def _names_a_model(path: Path) -> None:
-    if _given(path):
-        pytest.skip("it is for any model")
 
 
 def _load(path: Path, *overrides: str) -> DictConfig:
@@ -145,7 +153,7 @@ def test_well_formed_for_its_recipe(path: Path, tmp_path: Path, monkeypatch: pyt
 def test_every_component_takes_its_arguments(path: Path) -> None:
     """The same with inspect alone, so that a mistake in the checker cannot hide one in a config."""
     sections = _components(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
-    wanted = {"model", "tokenizer"} if _given(path) else {"model", "tokenizer", "checkpointer"}
+    wanted = {"model", "tokenizer"} if _is_huggingface(path) else {"model", "tokenizer", "checkpointer"}
     assert wanted <= {key for key, _ in sections}
     for key, section in sections:
         arguments = {name: value for name, value in section.items() if name != "_component_"}
@@ -192,10 +200,9 @@ PUBLISHED = {
 }
 
 
-@every_config
+@torchtune_configs
 def test_model_on_the_meta_device(path: Path) -> None:
     """No memory is taken, whatever the size. NF4 weights are built too: torchao quantises meta tensors."""
-    _names_a_model(path)
     cfg = _load(path)
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -212,10 +219,9 @@ def test_model_on_the_meta_device(path: Path) -> None:
     assert quantised == ({"NF4Tensor"} if path.stem.endswith("qlora") else set())
 
 
-@every_config
+@torchtune_configs
 def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     """Weights take 2 bytes per parameter, packed states 4.03; torch.optim.AdamW 8 with weights and gradients."""
-    _names_a_model(path)
     header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
     name, _, method = path.stem.rpartition("_")
     if name == "tiny_llama":
@@ -292,7 +298,7 @@ def test_header_download(path: Path) -> None:
     # What is downloaded is what is read.
     for value in (cfg.tokenizer.path, cfg.tokenizer.get("merges_file", cfg.tokenizer.path)):
         assert Path(value).is_relative_to(arguments.output_dir)
-    if _given(path):
+    if _is_huggingface(path):
         assert str(arguments.output_dir) == cfg.model.path
     elif not path.stem.endswith("_generate"):
         assert str(arguments.output_dir) == cfg.checkpointer.checkpoint_dir

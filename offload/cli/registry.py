@@ -12,6 +12,7 @@ A recipe that both have (``full_finetune_single_device``) is ours under its plai
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -72,7 +73,13 @@ def our_recipes() -> dict[str, Path]:
 def our_configs() -> dict[str, Path]:
     """Our configs: name (path below the configs folder without suffix) to file."""
     root = configs_dir()
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    found = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.yaml")}
+    return {name: found[name] for name in sorted(found, key=_by_size)}
+
+
+def _by_size(name: str) -> list[tuple[int, str]]:
+    """Sorts names with numbers in them as people do: 0_6b, 1_7b, 4b, 14b."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def recipe_of_config(name: str) -> str:

@@ -205,6 +205,13 @@ def test_which_recipe_a_config_is_for(config, recipe):
     assert registry.recipe_of_config(config) == recipe
 
 
+def test_sizes_of_a_model_are_in_order():
+    names = list(registry.our_configs())
+    sizes = [f"qwen3_{size}_offload" for size in ("0_6b", "1_7b", "4b", "8b", "14b")]
+    assert [name for name in names if name in sizes] == sizes
+    assert names.index("gemma3_4b_lora") < names.index("gemma3_12b_lora")
+
+
 def test_every_name_in_the_listing_is_found_again(shipped):
     for recipe, configs in registry.listing():
         assert registry.find_recipe(recipe).path.is_file()

@@ -1,0 +1,405 @@
+"""What memory each config takes, computed from its model on the meta device; writes headers of configs and a table.
+
+    python scripts/config_memory.py           # computes and records it, about two minutes
+    python scripts/config_memory.py --write   # also writes the configs' headers and the table of docs/models.md
+
+Weights, states and gradients in flight follow from the number of parameters and the config. What a step takes beside
+them (activations, and the gradients that backward is computing) is counted: forward, fused loss and backward run on
+tensors that have shapes and no memory, with the config's own batch, length, chunks and checkpointing, and each tensor
+counts while it lives. That every token has a label, and that all of a budget is in flight while the rest is at its
+most, makes it an upper bound. Dimensions of transformers' models are those that their publishers state
+(tests/models/huggingface/published.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from pages import MODELS, ROOT, write_table
+from peak_memory import CARDS as MEASURED_CARDS
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from offload import torchao_shim
+from offload.cli import registry
+from offload.config.loading import instantiate
+from offload.models.huggingface import AdaptedModel, HuggingFaceModel
+from offload.models.huggingface.head import Head
+from tests.models.huggingface import published
+
+torchao_shim.install()
+
+RECORD = ROOT / "scripts" / "results" / "config_memory.json"
+BEGIN, END = "<!-- scripts/config_memory.py writes this table -->\n", "<!-- end of the configs -->\n"
+GIB = 2**30
+
+METHODS = ("offload", "lora")
+CARDS = {
+    **{8: 7.63 - 0.45, 12: 11.63 - 0.45},
+    **{int(name.split()[0]): gib for name, gib in MEASURED_CARDS.items()},
+    **{32: 31.36 - 0.45, 48: 44.40 - 0.45, 80: 79.10 - 0.45},
+}
+"""GiB for PyTorch by a card's GB: what torch reports as the total of an RTX 4060, 3060, 5090, an L40S and an H100, less
+the CUDA context; 16 and 24 as in peak_memory.py."""
+CARDS = dict(sorted(CARDS.items()))
+FRAGMENTED = 0.7
+"""GiB that PyTorch's allocator holds besides what is in use: 14.97 for 14.31 in peak_memory.py."""
+
+RAM = (16, 32, 64, 96, 128, 192)
+OTHER_RAM = 8.0
+"""GiB of the host for Python, CUDA, data, pages of files that are read and written, and the system."""
+USABLE_RAM = 0.95
+
+ADAPTER_BYTES = 8
+"""Per parameter of an adapter in bf16: weight, gradient, two moments."""
+STATE_BYTES = 4 + 8 / 256
+"""Per parameter that trains: two moments of 8 bits with an fp32 scale for 256 each, 16 bits of the master."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one config, in parameters and bytes.
+
+    Attributes:
+        parameters: of the model, without an adapter.
+        trained: parameters that train.
+        tokens: of a forward, at most.
+        weights: bytes of the model.
+        adapter: bytes of the adapter, its gradients and states.
+        in_flight: bytes of the optimizer's budget on the device.
+        working: bytes of activations, and of gradients that backward is computing, at most.
+        host: bytes of page-locked host memory.
+    """
+
+    parameters: int
+    trained: int
+    tokens: int
+    weights: int
+    adapter: int
+    in_flight: int
+    working: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device at most."""
+        return self.weights + self.adapter + self.in_flight + self.working
+
+    @property
+    def card(self) -> int:
+        """GB of the smallest card that has room."""
+        return next(size for size, gib in CARDS.items() if self.device + FRAGMENTED * GIB <= gib * GIB)
+
+    @property
+    def ram(self) -> int:
+        """GB of the smallest host that has room."""
+        return next(size for size in RAM if self.host + OTHER_RAM * GIB <= size * USABLE_RAM * GIB)
+
+
+# ---- counting ----------------------------------------------------------------------------------------------
+
+
+class _Counter(TorchDispatchMode):
+    """Bytes of the tensors that are made inside, while they live.
+
+    Args:
+        model: its parameters and buffers are there already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+        self._shapes = {param.shape for param in model.parameters() if param.dim() > 1}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and args[0].shape in self._shapes and args[0].shape == args[1].shape:
+            # Gradients of one parameter. Autograd adds them in place where no mode looks on, by
+            # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
+            return args[0].add_(args[1])
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def _without_memory(model: nn.Module) -> None:
+    """Replace tensors of the meta device by fake ones of the CPU, whose kernels take as much as a GPU's do."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    if isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    made[id(old)] = (new, old)
+                tensors[name] = made[id(old)][0]
+
+
+def _drop(param: Tensor) -> None:
+    param.grad = None
+
+
+def working_memory(model: Any, tokens: int, batch: int, chunks: int, *, checkpointing: bool) -> int:
+    """Bytes of activations, and gradients before the optimizer or the adapter has them, in one step at most.
+
+    Args:
+        model: of the meta device, in parts.
+        tokens: of a sequence.
+        batch: sequences.
+        chunks: of the loss.
+        checkpointing: layers run again in backward.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from offload.training.loss import LinearCrossEntropyLoss
+
+    if checkpointing:
+        model.checkpoint_activations()
+    with FakeTensorMode():
+        _without_memory(model.module)
+        for param in model.module.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)
+        ids = torch.zeros(batch, tokens, dtype=torch.long)
+        with _Counter(model.module) as counter:
+            hidden = model.hidden({"tokens": ids})
+            loss = LinearCrossEntropyLoss(chunks)(hidden, ids, ids.numel(), model.head, model.head_parameters())
+            del hidden
+            loss.backward()
+    return counter.peak
+
+
+# ---- configs -----------------------------------------------------------------------------------------------
+
+
+def configs() -> dict[str, Path]:
+    """By name: those that name a model worth the arithmetic."""
+    return {
+        name: path
+        for name, path in registry.our_configs().items()
+        if name.rpartition("_")[2] in METHODS and not name.startswith(("hf_", "tiny_"))
+    }
+
+
+@contextmanager
+def _untried_heads() -> Iterator[None]:
+    """A model without weights cannot be tried."""
+    with mock.patch.object(Head, "is_whole", lambda *_: True):
+        yield
+
+
+def build(config: DictConfig, name: str) -> Any:
+    """The config's model in parts, on the meta device in bf16, with its adapter."""
+    from transformers import AutoModelForCausalLM
+
+    from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel
+    from offload.models.torchtune.building import build_model
+    from offload.models.torchtune.lora import prepare_adapter
+
+    model, _, method = name.rpartition("_")
+    if config.model._component_ != "offload.models.huggingface.from_pretrained":
+        decoder = build_model(config.model, device=torch.device("meta"), dtype=torch.bfloat16)
+        _build_caches(decoder)
+        if method != "lora":
+            return TorchtuneModel(decoder)
+        prepare_adapter(decoder)
+        return AdaptedTorchtuneModel(decoder)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            published.config_of(published.MODELS[model].config), dtype=torch.bfloat16
+        )
+    module.train()
+    with _untried_heads():
+        base = HuggingFaceModel(module)
+        return AdaptedModel(base, instantiate(config.adapter)) if method == "lora" else base
+
+
+def _build_caches(decoder: nn.Module) -> None:
+    """The rotations of Llama 3.1, which torchtune leaves out on the meta device because their values need memory."""
+    with torch.device("meta"):
+        for module in decoder.modules():
+            if getattr(module, "is_cache_built", True) is False:
+                module.register_buffer("theta", torch.empty(module.dim // 2), persistent=False)
+                module.build_rope_cache(module.max_seq_len)
+                module.is_cache_built = True
+
+
+def compute(name: str, path: Path, *, working: int | None = None) -> Memory:
+    """The memory of a config.
+
+    Args:
+        name: of the config.
+        path: its file.
+        working: bytes, where they have been counted before.
+    """
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    model = build(config, name)
+    params = dict(model.module.named_parameters())
+    is_lora = name.endswith("_lora")
+    trained = sum(param.numel() for param in params.values() if param.requires_grad)
+    parameters = sum(param.numel() for param in params.values()) - (trained if is_lora else 0)
+    length, batch = config.tokenizer.max_seq_len, config.batch_size
+    if working is None:
+        chunks, checkpointing = config.loss.num_output_chunks, config.enable_activation_checkpointing
+        working = working_memory(model, length, batch, chunks, checkpointing=checkpointing)
+    return Memory(
+        parameters=parameters,
+        trained=trained,
+        tokens=length * batch,
+        weights=2 * parameters,
+        adapter=ADAPTER_BYTES * trained if is_lora else 0,
+        in_flight=0 if is_lora else int(config.optimizer.in_flight_gib * GIB),
+        working=working,
+        host=0 if is_lora else int(STATE_BYTES * trained),
+    )
+
+
+# ---- pages -------------------------------------------------------------------------------------------------
+
+
+def header(memory: Memory) -> str:
+    """The lines of a config's header."""
+
+    def line(gib: float, what: str, place: str = "") -> str:
+        return f"#   {place:4}{gib / GIB:6.1f} GiB  {what}"
+
+    size = f"{memory.parameters / 1e9:.2f} B parameters in bf16"
+    at = f"# Memory, computed from {size}, at {memory.tokens} tokens a forward:"
+    fits = line(memory.device, f"in all, at most: a card of {memory.card} GB")
+    if memory.adapter:
+        lines = [
+            at,
+            line(memory.weights, "frozen weights (2 bytes per parameter)", "GPU"),
+            line(
+                memory.adapter,
+                f"the adapter's {memory.trained / 1e6:.1f} M parameters, their gradients and AdamW's states",
+            ),
+            line(memory.working, "activations"),
+            fits,
+        ]
+        return "\n".join(lines) + "\n"
+    frozen = memory.parameters - memory.trained
+    besides = f", {frozen / 1e9:.2f} B of them frozen" if frozen else ""
+    lines = [
+        at,
+        line(memory.weights, f"weights (2 bytes per parameter{besides})", "GPU"),
+        line(memory.in_flight, "states and gradients in flight"),
+        line(memory.working, "activations, and the gradients that backward is computing"),
+        fits,
+        line(
+            memory.host,
+            "page-locked: AdamW's moments in 8 bits, and what the weights lack of fp32 (4.03 bytes per",
+            "host",
+        ),
+        f"#                   parameter): {memory.ram} GB of RAM",
+        f"# torch.optim.AdamW with everything on the GPU would hold {8 * memory.trained / GIB:.1f} GiB there before "
+        "the first activation, and its bf16",
+        "# weights would lose every change below 1/256 of them.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def with_header(text: str, block: str) -> str:
+    """A config's text with another block on memory: from its first line to the next empty one of the comment."""
+    before, found, rest = text.partition("# Memory, ")
+    _, ends, after = rest.partition("\n#\n")
+    if not (found and ends):
+        raise ValueError("no block `# Memory, ...` that ends in an empty line of the comment")
+    return before + block + "#\n" + after
+
+
+def is_written(path: Path) -> bool:
+    """Whether the header's block is written here."""
+    return "offload.models.huggingface.from_pretrained" in path.read_text(encoding="utf-8")
+
+
+def table(found: dict[str, Memory]) -> str:
+    """Markdown: a row for each config."""
+    lines = [
+        "| config | parameters | trained | GPU, GiB: weights | in all | host, GiB | needs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in (each for each in configs() if each in found):
+        memory = found[name]
+        trained = f"{memory.trained / 1e9:.2f} B" if not memory.adapter else f"{memory.trained / 1e6:.1f} M"
+        host = f"{memory.host / GIB:.1f}" if memory.host else "–"
+        needs = f"{memory.card} GB card, {memory.ram} GB RAM"
+        cells = [f"[{name}](../configs/{name}.yaml)", f"{memory.parameters / 1e9:.2f} B", trained]
+        cells += [f"{memory.weights / GIB:.1f}", f"{memory.device / GIB:.1f}", host, needs]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def recorded() -> dict[str, Memory]:
+    """By config, what was recorded last."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return {name: Memory(**fields) for name, fields in record["configs"].items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--write", action="store_true", help="write the configs' headers and the table of docs/models.md"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    import transformers
+
+    found = {}
+    for name, path in configs().items():
+        found[name] = compute(name, path)
+        print(
+            f"{name}: {found[name].device / GIB:.1f} GiB, of them {found[name].working / GIB:.2f} at work", flush=True
+        )
+    record = {
+        "command": "python scripts/config_memory.py",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cards_gib": CARDS,
+        "configs": {name: asdict(memory) for name, memory in found.items()},
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.write:
+        for name, path in configs().items():
+            if is_written(path):
+                path.write_text(with_header(path.read_text(encoding="utf-8"), header(found[name])), encoding="utf-8")
+        write_table(table(found), BEGIN, END, MODELS)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

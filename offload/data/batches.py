@@ -41,6 +41,8 @@ from offload.errors import UserError
 from offload.models.torchtune.datasets import block_causal_mask, is_packed, supports_flex_attention
 
 _DEATH_SECONDS = 2.0
+# Characters of the first sample that are shown: of a turn, and of all.
+_LONGEST_PART, _LONGEST_SAMPLE = 400, 1200
 
 
 @dataclass
@@ -465,8 +467,9 @@ def build_batches(
     batches.notes += check_labels(key, tally, getattr(tokenizer, "max_seq_len", None))
     for each in rows:
         batches.notes += each.notes()
-    if isinstance(tokenizer, ChatTokenizer) and order:
-        batches.first_sample = shown(tokenizer, dataset[order[0]])
+    used = batches.order(epoch)[start * batches.batch_size :]  # without what is left out
+    if isinstance(tokenizer, ChatTokenizer) and used:
+        batches.first_sample = shown(tokenizer, dataset[used[0]], longest=_LONGEST_PART, limit=_LONGEST_SAMPLE)
     batches.tally = tally
     return batches
 

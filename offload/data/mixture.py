@@ -6,15 +6,11 @@ samples that an uninterrupted one would have seen.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from offload.errors import UserError
 
@@ -80,39 +76,3 @@ def _part(length: int, taken: int, *, seed: int, number: int, epoch: int) -> Ten
     stream = torch.cat(permutations)
     offset = begin - first * length
     return torch.cat([whole, stream[offset : offset + rest]])
-
-
-class Mixture(Dataset[Any]):
-    """Data sets one after the other, with the order of an epoch over them.
-
-    Args:
-        datasets: with lengths and indices.
-        weights: of each; None takes its attribute ``weight``, or 1.
-    """
-
-    def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | None = None) -> None:
-        if not datasets:
-            raise UserError("dataset: expected at least one data set")
-        self.datasets = list(datasets)
-        self.weights = [float(getattr(one, "weight", 1.0)) for one in datasets] if weights is None else list(weights)
-        if len(self.weights) != len(self.datasets):
-            raise UserError(f"dataset: {len(self.datasets)} data sets have {len(self.weights)} weights")
-        self._ends = list(itertools.accumulate(len(one) for one in self.datasets))
-
-    def __len__(self) -> int:
-        """Samples of all data sets, each once."""
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        dataset, index = self.locate(index)
-        return dataset[index]
-
-    def locate(self, index: int) -> tuple[Any, int]:
-        """The data set that has sample ``index``, and its number there."""
-        number = bisect.bisect_right(self._ends, index)
-        return self.datasets[number], index - (self._ends[number - 1] if number else 0)
-
-    def order(self, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
-        """:func:`epoch_order` of these data sets."""
-        lengths = [len(one) for one in self.datasets]
-        return epoch_order(lengths, self.weights, seed=seed, epoch=epoch, shuffle=shuffle)

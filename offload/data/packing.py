@@ -85,7 +85,6 @@ class PackedSamples(Dataset[dict[str, Tensor]]):
         pad_id: token that fills a pack up.
         method: see :func:`plan`.
         lengths: tokens of each sample where they are known, 0 for those to leave out; None reads all samples.
-        on_error: called with the number and the error of each bad row, which is then left out; None refuses the first.
 
     Attributes:
         packs: the samples' numbers, for each pack.
@@ -103,7 +102,6 @@ class PackedSamples(Dataset[dict[str, Tensor]]):
         pad_id: int,
         method: Literal["best_fit", "in_order"] = "best_fit",
         lengths: Sequence[int] | None = None,
-        on_error: Callable[[int, RowError], None] | None = None,
     ) -> None:
         if method not in ("best_fit", "in_order"):
             raise UserError(f"packing.method: expected best_fit or in_order, got {method!r}")
@@ -111,7 +109,7 @@ class PackedSamples(Dataset[dict[str, Tensor]]):
         self._size = max_seq_len
         self._pad_id = pad_id
         self.weight = float(getattr(dataset, "weight", 1.0))
-        known = _lengths(dataset, on_error) if lengths is None else lengths
+        known = lengths_of(len(dataset), lambda number: _length(dataset, number)) if lengths is None else lengths
         longest = max(known, default=0)
         if longest > max_seq_len:
             where = _where(dataset, list(known).index(longest))
@@ -164,20 +162,30 @@ def packed(samples: Sequence[Any], size: int, pad_id: int) -> dict[str, Tensor]:
     }
 
 
-def _lengths(dataset: Any, on_error: Callable[[int, RowError], None] | None) -> list[int]:
+def lengths_of(count: int, length: Callable[[int], int | None]) -> list[int]:
+    """Tokens of ``count`` samples, with a progress bar.
+
+    Args:
+        count: of the samples.
+        length: of one, 0 to leave it out; None for it and all that follow.
+    """
     from tqdm import tqdm
 
-    lengths = []
+    lengths: list[int] = []
     # A bar appears on a terminal only, and only where reading takes its time.
-    for number in tqdm(range(len(dataset)), desc="packing", unit=" samples", delay=1, leave=False, disable=None):
-        try:
-            lengths.append(len(dataset[number]["tokens"]))
-        except RowError as error:
-            if on_error is None:
-                raise UserError(f"{_where(dataset, number)}: {error}; mend the row or leave it out") from error
-            on_error(number, error)
-            lengths.append(0)
-    return lengths
+    for number in tqdm(range(count), desc="packing", unit=" samples", delay=1, leave=False, disable=None):
+        tokens = length(number)
+        if tokens is None:
+            break
+        lengths.append(tokens)
+    return lengths + [0] * (count - len(lengths))
+
+
+def _length(dataset: Any, number: int) -> int:
+    try:
+        return len(dataset[number]["tokens"])
+    except RowError as error:
+        raise UserError(f"{_where(dataset, number)}: {error}; mend the row or leave it out") from error
 
 
 def _where(dataset: Any, number: int) -> str:

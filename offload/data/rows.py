@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from offload.component import nearest, resolve
 from offload.data.messages import RowError
+from offload.data.packing import lengths_of
 from offload.data.source import data_files, described, machine_problem
 from offload.errors import UserError
 
@@ -144,17 +145,15 @@ class Rows(Dataset[Any]):
 
     def lengths(self) -> list[int]:
         """Tokens of each sample, 0 for a bad row, counting all of them; for packing."""
-        from tqdm import tqdm
 
-        lengths = []
-        # A bar appears on a terminal only, and only where reading takes its time.
-        for index in tqdm(range(len(self)), desc="packing", unit=" samples", delay=1, leave=False, disable=None):
+        def length(index: int) -> int | None:
             sample = self[index]
             self.tally.add(sample, self._ignore_index)
-            lengths.append(0 if isinstance(sample, BadRow) else len(sample["tokens"]))
-            if isinstance(sample, BadRow) and sample.concerns_all:
-                return lengths + [0] * (len(self) - len(lengths))
-        return lengths
+            if isinstance(sample, BadRow):
+                return None if sample.concerns_all else 0
+            return len(sample["tokens"])
+
+        return lengths_of(len(self), length)
 
     def notes(self) -> list[str]:
         """What the data set itself has to say of the samples read."""

@@ -277,28 +277,34 @@ def sft_dataset(
     return PackedSamples(dataset, tokenizer.max_seq_len, pad_id=tokenizer.pad_id)
 
 
-def shown(tokenizer: Any, sample: Mapping[str, Any], opening: str = "[[", closing: str = "]]") -> str:
-    """A sample's text with what is trained between ``[[`` and ``]]``, to look at before a run.
+_BRACKETS = (("[[", "]]"), ("⟦", "⟧"), ("<<<", ">>>"))
+
+
+def shown(tokenizer: Any, sample: Mapping[str, Any], *, longest: int | None = None, limit: int | None = None) -> str:
+    """A sample's text with what is trained in brackets (``[[`` and ``]]``, or others where the text has those).
 
     Args:
         tokenizer: with ``decode``.
         sample: tokens and unshifted labels, packed or not; its padding is left out.
-        opening: before a part of which every token counts.
-        closing: after it.
+        longest: characters of a part, trained or not, that stands there without its middle; None for any number.
+        limit: characters after which no further part stands there; None for any number.
     """
     ids, labels = [int(token) for token in sample["tokens"]], [int(label) for label in sample["labels"]]
     if "padding" in sample:
         kept = len(ids) - int(sample["padding"])
         ids, labels = ids[:kept], labels[:kept]
+    edges = [n for n in range(1, len(ids)) if (labels[n] == IGNORE_INDEX) != (labels[n - 1] == IGNORE_INDEX)]
+    # Decoded alone, a part loses the blank that it begins with in some tokenizers.
+    texts = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in (*edges, len(ids))]
+    opening, closing = next((pair for pair in _BRACKETS if pair[0] not in texts[-1]), _BRACKETS[0])
     pieces: list[str] = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        counted = labels[start] != IGNORE_INDEX
-        if end < len(ids) and (labels[end] != IGNORE_INDEX) == counted:
-            continue
-        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
-        pieces.append(f"{opening}{text}{closing}" if counted else text)
-        start = end
+    for start, before, text in zip((0, *edges), ("", *texts), texts, strict=False):
+        piece = text[len(before) :]
+        if longest is not None and len(piece) > longest:
+            piece = f"{piece[: longest // 2]} … {piece[-(longest // 2) :]}"
+        pieces.append(piece if labels[start] == IGNORE_INDEX else f"{opening}{piece}{closing}")
+        if limit is not None and start != (0, *edges)[-1] and sum(map(len, pieces)) > limit:
+            return "".join([*pieces, " …"])
     return "".join(pieces)
 
 

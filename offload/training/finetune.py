@@ -222,7 +222,7 @@ class FinetuneRecipe:
             for note in batches.notes:
                 say(note)
         if self.batches.first_sample is not None:
-            say(f"the first sample, with what is trained of it in brackets: {_short(self.batches.first_sample)}")
+            say(f"the first sample, with what is trained of it in brackets: {_in_one_line(self.batches.first_sample)}")
         self.steps_per_epoch = count_steps(
             batches_per_epoch=len(self.batches),
             num_samples=self.batches.num_samples,
@@ -503,7 +503,6 @@ class FinetuneRecipe:
                 self.lock.release()
 
 
-def _short(text: str, limit: int = 1200) -> str:
-    """A text in one line, without its middle where it is long."""
-    shown = text.replace("\n", "\\n")
-    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"
+def _in_one_line(text: str) -> str:
+    """A text whose line breaks, tabs, odd blanks and control characters can be seen."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from offload.data.mixture import Mixture, epoch_order
+from offload.data.mixture import epoch_order
 from offload.errors import UserError
 
 SEED = 7
@@ -54,20 +54,3 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone():
 def test_weights_that_take_nothing_are_refused(length, weight):
     with pytest.raises(UserError, match=r"dataset.weight: .* takes no sample of data set 2, which has 3"):
         epoch_order([5, length], [1, weight], seed=SEED, epoch=0)
-
-
-class Letters(list):
-    weight = 2.0
-
-
-def test_a_mixture():
-    mixture = Mixture([Letters("ab"), list("cde")])
-    assert mixture.weights == [2.0, 1.0] and len(mixture) == 5
-    assert [mixture[index] for index in range(5)] == list("abcde")
-    assert mixture.locate(3) == (mixture.datasets[1], 1)
-    order = mixture.order(seed=SEED, epoch=0)
-    assert sorted(mixture[index] for index in order.tolist()) == list("aabbcde")
-    with pytest.raises(UserError, match="2 data sets have 1 weights"):
-        Mixture([[1], [2]], [1.0])
-    with pytest.raises(UserError, match="at least one data set"):
-        Mixture([])

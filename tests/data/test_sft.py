@@ -12,6 +12,7 @@ from offload.data.messages import RowError
 from offload.data.sft import SFTDataset, sft_dataset, shown
 from offload.data.tokenizer import ChatTokenizer
 from offload.errors import UserError
+from tests.data.tokenizer_files import sentencepiece_model  # type: ignore[import-not-found]
 
 TURNS = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "It is 3."}]
 SHAREGPT = [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "It is 3."}]
@@ -233,6 +234,37 @@ def test_shown_marks_exactly_what_counts(chat_tokenizer):
     labels[2] = ids[2]
     expected = f"{ends[2]}[[{ends[3][len(ends[2]) :]}]]{ends[-1][len(ends[3]) :]}"
     assert shown(tokenizer, {"tokens": ids, "labels": labels}) == expected
+
+
+def test_long_parts_are_shown_without_their_middle_and_with_their_brackets(chat_tokenizer):
+    tokenizer = chat_tokenizer("chatml")
+    messages = [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "a" * 90}] * 3
+    ids, counts = tokenizer.encode_chat(messages)
+    sample = {"tokens": ids, "labels": [token if one else -100 for token, one in zip(ids, counts, strict=True)]}
+    whole, short = shown(tokenizer, sample), shown(tokenizer, sample, longest=40)
+    assert len(whole) > 600 and whole.count("[[") == short.count("[[") == short.count("]]") == 3
+    question, answer = f"{'q' * 10}<|im_end|>", f"[[{'a' * 20} … {'a' * 9}<|im_end|>\n]]"
+    assert answer in short and question not in short and len(short) < 6 * 48
+    cut = shown(tokenizer, sample, longest=40, limit=60)
+    assert cut.count("[[") == cut.count("]]") == 1 and cut.endswith("]] …") and short.startswith(cut[:-2])
+
+
+def test_brackets_of_the_text_are_not_taken_for_ours(chat_tokenizer):
+    tokenizer = chat_tokenizer("chatml")
+    ids, counts = tokenizer.encode_chat([{"role": "user", "content": "a[[0]]"}, {"role": "assistant", "content": "b"}])
+    labels = [token if one else -100 for token, one in zip(ids, counts, strict=True)]
+    text = shown(tokenizer, {"tokens": ids, "labels": labels})
+    assert "a[[0]]<|im_end|>" in text and text.endswith("⟦b<|im_end|>\n⟧")
+
+
+def test_shown_keeps_the_blanks_of_sentencepiece(tmp_path):
+    """Decoded by itself, a part would lose the one that it begins with."""
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    tokenizer = ChatTokenizer(tmp_path)
+    ids, counts = tokenizer.encode_completion("Return the string", " in lower case")
+    labels = [token if one else -100 for token, one in zip(ids, counts, strict=True)]
+    assert "Return the string[[ in lower case" in shown(tokenizer, {"tokens": ids, "labels": labels})
 
 
 BAD_ROWS = {

@@ -216,3 +216,13 @@ def test_a_tokenizer_in_which_the_models_end_is_a_word(run: Any) -> None:
     assert result.status == 0, result.err
     (line,) = [line for line in result.out.splitlines() if line.startswith("warning: tokenizer: ")]
     assert "config.json of the model says that token 300 ends a text" in line and "is it the model's?" in line
+
+
+def test_the_first_sample_is_one_that_is_trained_on(run: Any) -> None:
+    """The first row is left out; line breaks and control characters can be seen and do nothing."""
+    odd = {"messages": [{"role": "user", "content": "a\r\x1b[2Jb\n\tc"}, ASSISTANT]}
+    rows = [{"messages": [USER]}, odd, *[GOOD] * 6]
+    result = run("dataset_errors=skip", "shuffle=False", rows=rows)
+    assert result.status == 0, result.err
+    (line,) = [line for line in result.out.split("\n") if "the first sample" in line]
+    assert r"user: a\r\x1b[2Jb\n\tc</s>assistant: [[A number.</s>]]" in line

@@ -50,6 +50,12 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str] | Sequence[str], *, split: str = "train", **options: Any) -> None:
         self._files = _files(path)
+        for name in ("data_files", "data_dir"):
+            if self._files and options.get(name):
+                raise UserError(
+                    f"dataset.{name}: it chooses among the files of a folder or of a data set of the Hub, and "
+                    "dataset.path names files already; remove it"
+                )
         self._split = split
         given = path if isinstance(path, str | os.PathLike) else ", ".join(map(str, path))
         self.described = os.path.expanduser(os.fspath(given)) if self._files else f"{given}, split {split}"

@@ -253,19 +253,17 @@ def sft_dataset(
         too_long: ``cut`` samples at ``max_seq_len``, which loses the end of a turn; or ``error``, which makes them bad
             rows, for ``dataset_errors`` to stop at or leave out.
         weight: how often an epoch goes through this data set, among several.
-        **load_dataset_kwargs: of :func:`datasets.load_dataset`, such as ``name`` and ``revision``.
+        **load_dataset_kwargs: of :func:`datasets.load_dataset`, such as ``name`` and ``revision``; ``data_files`` and
+            ``data_dir`` choose among the files of a folder or of a data set of the Hub.
 
     Raises:
         UserError: data that cannot be read, columns of no format, or no chat template where one is needed.
     """
-    taken = {
-        "data_files": "dataset.path takes files",
-        "data_dir": "dataset.path takes folders",
-        "streaming": "rows stay on the disk anyway, and shuffling and resuming need them by their number",
-    }
-    for name, why in taken.items():
-        if load_dataset_kwargs.pop(name, None):
-            raise UserError(f"dataset.{name}: {why}; remove it")
+    if load_dataset_kwargs.pop("streaming", None):
+        raise UserError(
+            "dataset.streaming: rows stay on the disk anyway, and shuffling and resuming need them by their number; "
+            "remove it"
+        )
     source = Source(path, split=split, **load_dataset_kwargs)
     dataset = SFTDataset(
         tokenizer, source, format=format, columns=columns, train_on=train_on, too_long=too_long, weight=weight

@@ -138,6 +138,25 @@ def test_a_folder_has_splits_by_its_files_names(chat_tokenizer, tmp_path):
     assert sample["tokens"] == tokenizer.encode("validation")
 
 
+def test_some_files_of_a_folder(chat_tokenizer, tmp_path):
+    """As of a data set of the Hub, whose files are laid out the same way."""
+    (tmp_path / "more").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "more/c.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    tokenizer = chat_tokenizer(None)
+    cases = [
+        ({"data_files": "b.jsonl"}, ["b.jsonl"]),
+        ({"data_files": ["a.jsonl", "more/*.jsonl"]}, ["a.jsonl", "more/c.jsonl"]),
+        ({"data_files": {"train": "a.jsonl", "test": "b.jsonl"}, "split": "test"}, ["b.jsonl"]),
+        ({"data_dir": "more"}, ["more/c.jsonl"]),
+    ]
+    for options, names in cases:
+        found = [sample["tokens"] for sample in sft_dataset(tokenizer, tmp_path, **options)]
+        assert found == [tokenizer.encode(name) for name in names]
+    with pytest.raises(UserError, match=f"dataset.path: {tmp_path} cannot be read: .*nope.jsonl"):
+        sft_dataset(tokenizer, tmp_path, data_files="nope.jsonl")
+
+
 def test_rows_stay_on_the_disk(chat_tokenizer, written):
     """Arrow maps the cache's file: the rows' bytes are no memory that Python or Arrow allocated."""
     import pyarrow
@@ -329,7 +348,7 @@ def _refusals(tmp_path, written):
         (good, {"too_long": "skip"}, "dataset.too_long: expected cut or error, got 'skip'"),
         (good, {"weight": 0}, "dataset.weight: expected a number above 0"),
         (good, {"streaming": True}, "dataset.streaming: rows stay on the disk anyway, .* by their number; remove it"),
-        (good, {"data_files": "x"}, "dataset.data_files: dataset.path takes files; remove it"),
+        (good, {"data_files": "x"}, "dataset.data_files: .* dataset.path names files already; remove it"),
         (good, {"packed": True}, "dataset.packed: packs need a length; set tokenizer.max_seq_len"),
         ("nobody/nothing", {}, "no file or folder nobody/nothing here, and the Hugging Face Hub does not give it"),
     ]

@@ -197,7 +197,7 @@ def test_samples_that_are_too_long(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_model_that_cannot_take_packs(run: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    monkeypatch.setitem(families.COMMON, "vocab_size", 512)
+    monkeypatch.setitem(families.SMALL, "vocab_size", 512)
 
     def convolutions(folder: Path) -> None:
         (folder / "model.safetensors").unlink()

@@ -47,7 +47,7 @@ class AdaptedModel(HuggingFaceModel):
             module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error
-        super().__init__(module, name_or_path=base.name_or_path)
+        super().__init__(module, name_or_path=base.name_or_path, tried=base)
         for _, layer in _adapted(module):
             if not hasattr(layer, "merge"):
                 raise UserError(f"adapter: {type(layer).__name__} cannot be merged into the model; use peft.LoraConfig")

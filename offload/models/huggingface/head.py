@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.errors import UserError
+from offload.errors import UserError, first_line
 
 Change = Callable[[Tensor], Tensor]
 
 TRIAL_TOKENS = 8
-ROUNDING = 2**-7
-"""How far logits may be apart, relative to the largest: a model may round to bf16 before or after it scales them."""
+ROUNDING = 2**-16
+"""How far logits may be apart, relative to the largest; where the dtype is coarser, by its own rounding: a model may
+round before or after it scales them."""
 LOOKS_AHEAD = 0.02
 """The same, from a change of later tokens. It is 0 in a causal model, but that a kernel may round differently."""
 
@@ -31,6 +33,9 @@ class Head:
     Args:
         model: a transformers model with an output projection.
         config: of its language part.
+
+    Attributes:
+        changes: what the model does to the projection's output.
 
     Raises:
         UserError: for a model without an output projection, or one whose logits depend on later tokens.
@@ -43,12 +48,12 @@ class Head:
         self.module = module
         self._model = model
         self._vocabulary: int = config.vocab_size
-        self._changes = _known_changes(config)
+        self.changes = _known_changes(config)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocabulary], changed as the model changes them, of ``hidden`` [..., dim]."""
         logits: Tensor = self.module(hidden)
-        for change in self._changes:
+        for change in self.changes:
             logits = change(logits)
         return logits
 
@@ -65,10 +70,30 @@ class Head:
         On the meta device, where nothing can be tried, it is taken to.
 
         Raises:
-            UserError: where the logits of a token depend on the tokens after it.
+            UserError: where the logits of a token depend on the tokens after it, where the model needs more than
+                tokens, or where it changes its own weights.
         """
         if device.type == "meta":
             return True
+        versions = {name: param._version for name, param in self._model.named_parameters()}
+        try:
+            separate = self._try(device)
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # hundreds of classes raise what they like
+            raise UserError(
+                f"model.path: {type(self._model).__name__} cannot be called with tokens alone: "
+                f"{type(error).__name__}: {first_line(error)[:300]}"
+            ) from error
+        for name, param in self._model.named_parameters():
+            if param._version != versions[name]:
+                raise UserError(
+                    f"model.path: {type(self._model).__name__} changes {name} when it is called in evaluation, and an "
+                    "optimizer cannot hold a copy of it (for rwkv, set rescale_every to 0 in its config.json)"
+                )
+        return separate
+
+    def _try(self, device: torch.device) -> bool:
         tokens = torch.arange(min(TRIAL_TOKENS, self._vocabulary), device=device).unsqueeze(0)
         was_training = self._model.training
         self._model.eval()
@@ -85,10 +110,16 @@ class Head:
             hidden = self.input_of({"input_ids": tokens, "use_cache": False})
             if hidden.shape[:2] != tokens.shape:
                 return False
-            got = self(hidden)
+            # Not every class does what its configuration has a key for.
+            for changes in (self.changes, []):
+                self.changes = changes
+                got = self(hidden)
+                bound = max(torch.finfo(got.dtype).eps, ROUNDING)
+                if got.shape == expected.shape and _relative(got - expected, expected) < bound:
+                    return True
+            return False
         finally:
             self._model.train(was_training)
-        return got.shape == expected.shape and _relative(got - expected, expected) < ROUNDING
 
     def _logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
@@ -127,7 +158,12 @@ def _known_changes(config: Any) -> list[Change]:
     multiplier = getattr(config, "lm_head_multiplier", None)  # Falcon H1
     if multiplier:
         changes.append(lambda logits: logits * multiplier)
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
-    if cap:
-        changes.append(lambda logits: torch.tanh(logits / cap) * cap)
+    for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, Griffin, xLSTM
+        cap = getattr(config, key, None)
+        if cap:
+            changes.append(partial(_capped, cap=cap))
     return changes
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap

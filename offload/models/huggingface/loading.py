@@ -48,7 +48,6 @@ def from_pretrained(
         UserError: for a folder that holds no such model or only part of its weights.
     """
     import transformers
-    from transformers import AutoModelForCausalLM
 
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < LEAST_VERSION:
         wanted = ".".join(map(str, LEAST_VERSION))
@@ -65,7 +64,7 @@ def from_pretrained(
     config = _read_config(folder, trust_remote_code)
     try:
         with _quiet() if device.type == "meta" else contextlib.nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -77,16 +76,15 @@ def from_pretrained(
                 ignore_mismatched_sizes=True,  # and told by name
                 **arguments,
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # building a model of odd values raises what it likes
+        if load_in_4bit and isinstance(error, RuntimeError) and "bitsandbytes" in str(error).lower():
+            raise UserError(
+                f"model.load_in_4bit=True: bitsandbytes does not work on {device} here ({first_line(error)}): leave it "
+                "out"
+            ) from error
         raise _explained(folder, error, attn_implementation) from error
-    except RuntimeError as error:
-        if "mmap" in str(error):  # a file that is larger than this machine's memory
-            raise _explained(folder, error) from error
-        if not load_in_4bit or "bitsandbytes" not in str(error).lower():
-            raise
-        raise UserError(
-            f"model.load_in_4bit=True: bitsandbytes does not work on {device} here ({first_line(error)}): leave it out"
-        ) from error
     model, report = loaded
     _check_report(folder, report)
     stored = quantized.stored_format(folder)
@@ -94,9 +92,13 @@ def from_pretrained(
     if dequantized:
         del model._weight_conversions  # saving would go back to names of quantised weights
     quantized.settle_4bit(model, dtype)
-    if device.type == "cpu":
-        _into_own_memory(model)
-    return HuggingFaceModel(model, dequantized=dequantized)
+    _make_apart(model, copies=device.type == "cpu")
+    try:
+        return HuggingFaceModel(model, dequantized=dequantized)
+    except NotImplementedError as error:  # it has no embedding of tokens
+        raise UserError(
+            f"model.path: {type(model).__name__} is no causal language model: {first_line(error)}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -115,10 +117,38 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _into_own_memory(model: nn.Module) -> None:
-    """Move tensors out of the mapped files, where no kernel's alignment is kept and each write copies a page."""
-    for param in model.parameters():
-        param.data = param.data.clone()
+def _auto_class(config: Any) -> Any:
+    """What opens the whole of a folder: where it holds more than a language model, ``AutoModelForCausalLM`` knows
+    nothing of it, or opens the language model alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    is_whole = whole in (config.architectures or ()) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForMultimodalLM if whole is not None and is_whole else AutoModelForCausalLM
+
+
+def _make_apart(model: nn.Module, *, copies: bool) -> None:
+    """Make each parameter a tensor of its own: those that are one tensor in the file share its version counter, so
+    that a change of one looks like a change of all.
+
+    Args:
+        model: as transformers loaded it.
+        copies: move them out of the mapped files too, where no kernel's alignment is kept and each write copies a page.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if type(param) is not nn.Parameter:
+                continue
+            if param not in made:
+                made[param] = nn.Parameter(param.data, requires_grad=param.requires_grad)
+                if copies:
+                    param.data = made[param].data = param.data.clone()
+            setattr(module, name, made[param])
 
 
 def _check_folder(folder: Path) -> None:
@@ -146,20 +176,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
-    """The model's configuration, with whose values a model can be made."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the values' checks raise what they like
         raise _explained(folder, error) from error
-    if not trust_remote_code:
-        try:
-            with torch.device("meta"):
-                AutoModelForCausalLM.from_config(config)
-        except Exception as error:
-            raise _explained(folder, error) from error
-    return config
 
 
 def _explained(folder: Path, error: Exception, attn_implementation: str | None = None) -> UserError:

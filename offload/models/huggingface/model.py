@@ -16,6 +16,9 @@ from offload.models.huggingface.packs import Packs
 from offload.models.huggingface.quantized import is_in_4bit
 from offload.models.size import Size, matmul_parameters
 
+OTHER_TOWERS = ("vision", "audio")
+"""How the keys of a configuration begin that describe what reads something else than tokens."""
+
 
 class HuggingFaceModel:
     """A :class:`offload.models.protocol.CausalLM` around any model that ``AutoModelForCausalLM`` makes.
@@ -27,13 +30,21 @@ class HuggingFaceModel:
         module: the model, with its weights.
         name_or_path: where it came from: a folder, or a repository of the hub.
         dequantized: the format of its folder's weights, where they became plain ones; None where they were.
+        tried: the same model before an adapter was put into it, whose trial of the head holds for this one too.
 
     Attributes:
         frozen: names of the submodules that are not part of the language model.
         is_in_4bit: it has weights in 4 bits, which cannot be trained.
     """
 
-    def __init__(self, module: Any, *, name_or_path: str | None = None, dequantized: str | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        *,
+        name_or_path: str | None = None,
+        dequantized: str | None = None,
+        tried: HuggingFaceModel | None = None,
+    ) -> None:
         self.module: nn.Module = module
         self.dequantized = dequantized
         self.is_in_4bit = any(is_in_4bit(part) for part in module.modules())
@@ -42,7 +53,10 @@ class HuggingFaceModel:
         self._packs = Packs(module)
         self.frozen = _freeze_other_towers(module)
         self._head = Head(module, module.config.get_text_config())
-        self.has_separate_head = self._head.is_whole(self._device)
+        if tried is None:
+            self.has_separate_head = self._head.is_whole(self._device)
+        else:
+            self.has_separate_head, self._head.changes = tried.has_separate_head, tried._head.changes
 
     @property
     def _device(self) -> torch.device:
@@ -134,15 +148,23 @@ def save_pretrained(model: Any, folder: Path, weights: Mapping[str, Tensor], max
 
 def _freeze_other_towers(model: Any) -> list[str]:
     """Freeze what does not belong to the language model; returns the names of those submodules."""
-    if model.config.get_text_config() is model.config:
-        return []
-    language = {id(module) for module in model.get_decoder().modules()}
-    language |= {id(module) for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module}
-    kept = {id(p) for module in model.modules() if id(module) in language for p in module.parameters(recurse=False)}
-    frozen: dict[str, None] = {}
-    for name, param in model.named_parameters():
-        if id(param) not in kept:
-            param.requires_grad_(False)
-            prefix = name.removeprefix("model.").split(".")[0]
-            frozen[prefix] = None
-    return list(frozen)
+    text = model.config.get_text_config()
+    kinds = {type(getattr(model.config, key)) for key in model.config.sub_configs if key.startswith(OTHER_TOWERS)}
+    towers = {
+        name: module
+        for name, module in model.named_modules()
+        if name and type(getattr(module, "config", None)) in kinds - {type(text)}
+    }
+    inside = tuple(f"{name}." for name in towers)
+    frozen = {name: None for name in towers if not name.startswith(inside)}
+    if text is not model.config:
+        language = {id(module) for module in model.get_decoder().modules()}
+        language |= {id(module) for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module}
+        kept = {id(p) for module in model.modules() if id(module) in language for p in module.parameters(recurse=False)}
+        for name, param in model.named_parameters():
+            if id(param) not in kept and not name.startswith(inside):
+                param.requires_grad_(False)
+                frozen[name.removeprefix("model.").split(".")[0]] = None
+    for tower in towers.values():
+        tower.requires_grad_(False)
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in frozen))

@@ -121,6 +121,7 @@ def test_a_model_that_is_no_language_model(folder: Path) -> None:
 
 def test_a_model_that_looks_ahead(tmp_path: Path) -> None:
     bert = families.make("bert")
+    bert.config.is_decoder = False
     with torch.no_grad():
         for param in bert.parameters():
             param.mul_(8)  # attention of random weights as small as those changes next to nothing
@@ -209,3 +210,47 @@ def test_an_attention_that_the_model_cannot_use(tmp_path: Path) -> None:
 def test_a_config_of_odd_values(folder: Path, values: dict[str, object]) -> None:
     edit(folder, **values)
     refused(folder, r"model\.path: ")
+
+
+def test_parameters_that_are_one_tensor_in_the_file_count_their_changes_apart(tmp_path: Path) -> None:
+    """Autograd and the optimizer's copies tell a change by that count; HRM's queries and keys are one tensor."""
+    families.save("hrm_text", tmp_path)
+    module = from_pretrained(tmp_path, device=CPU, dtype=torch.float32).module
+    changed = dict(module.named_parameters())["model.L_module.layers.0.self_attn.q_proj.weight"]
+    versions = {name: param._version for name, param in module.named_parameters()}
+    with torch.no_grad():
+        changed.mul_(2)
+    assert [name for name, param in module.named_parameters() if param._version != versions[name]] == [
+        "model.L_module.layers.0.self_attn.q_proj.weight"
+    ]
+
+
+def test_a_model_that_changes_its_own_weights(tmp_path: Path) -> None:
+    families.save("rwkv", tmp_path)
+    assert from_pretrained(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
+    edit(tmp_path, rescale_every=6)
+    refused(tmp_path, r"RwkvForCausalLM changes rwkv\.blocks\.0.* when it is called in evaluation.*rescale_every to 0")
+
+
+def test_a_model_that_cannot_be_called_with_tokens_alone(tmp_path: Path) -> None:
+    families.save("gptj", tmp_path)
+    edit(tmp_path, rotary_dim=64)
+    refused(tmp_path, r"GPTJForCausalLM cannot be called with tokens alone: RuntimeError: ")
+
+
+def test_small_soft_capping_is_seen_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap of 30 changes the logits of a model of random weights by less than bf16 rounds them."""
+    families.save("xlstm", tmp_path)
+    assert from_pretrained(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
+    monkeypatch.setattr("offload.models.huggingface.head._known_changes", lambda config: [])
+    assert not from_pretrained(tmp_path, device=CPU, dtype=torch.float32).has_separate_head
+
+
+@pytest.mark.parametrize("family", ["llama4", "qwen3_5", "mistral3"])
+def test_a_folder_with_towers_is_opened_whole(family: str, tmp_path: Path) -> None:
+    """Also where ``AutoModelForCausalLM`` opens its language model alone, or does not know it."""
+    families.save(family, tmp_path)
+    model = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+    assert type(model.module).__name__.endswith("ForConditionalGeneration")
+    assert model.frozen and {name for name, param in model.module.named_parameters() if not param.requires_grad}
+    assert model.module.config.model_type == family

@@ -115,3 +115,23 @@ def test_training_whole_is_refused(here: Workspace, tmp_path: Path) -> None:
         "lora_finetune_single_device with an adapter, or leave it out"
     ]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_4_bits_is_read_as_it_is(here: Workspace, tmp_path: Path) -> None:
+    """It trains as one that is rounded when it is read; whole it cannot be trained."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = yaml.safe_load(here.config(LORA).read_text())["model"]["path"]
+    packed = tmp_path / "packed"
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=nf4, device_map={"": "cpu"}
+    )
+    model.save_pretrained(packed)
+    short = ("max_steps_per_epoch=3",)
+    expected = losses(here.run(tmp_path / "here", NF4, *short, recipe=LORA))
+    result = here.run(tmp_path / "stored", f"model.path={packed}", *short, recipe=LORA)
+    assert losses(result) == expected
+    assert "of its weights are in 4-bit NF4" in result.out + result.err
+    (line,) = here.run(tmp_path / "whole", f"model.path={packed}", *short, recipe=FULL).errors()
+    assert "are in 4 bits, which cannot be trained: use the recipe lora_finetune_single_device" in line

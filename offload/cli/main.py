@@ -318,7 +318,7 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_RUN_HELP, end="")
         return 0
-    from offload.cli.handover import torchtune
+    from offload.cli.handover import check_works, torchtune
 
     if "-h" in arguments or "--help" in arguments:
         at = _recipe_position(arguments)
@@ -336,6 +336,7 @@ def _run(arguments: list[str]) -> int:
     config = registry.find_config(run.config)
     recipe = registry.find_recipe(run.recipe, config=config)
     if not recipe.ours:
+        check_works(recipe.name)
         if run.torchrun and not recipe.distributed:
             raise UserError(_single_device(recipe.name, run.torchrun))
         return torchtune(["run", *run.torchrun, recipe.name, "--config", str(config.path), *run.rest])

@@ -194,6 +194,7 @@ def test_torchtunes_recipes_have_torchtunes_help(shipped, handed_on):
             ["--nproc_per_node", "2", "full_finetune_distribute", "--config", "llama2/7B_full"],
             "full_finetune_distributed?",
         ),
+        (["eleuther_eval", "--config", "eleuther_evaluation"], "lm_eval --model hf --model_args pretrained="),
     ],
 )
 def test_run_refuses_in_one_line(shipped, handed_on, capsys, words, said):

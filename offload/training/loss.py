@@ -6,12 +6,13 @@ a loss is its sum. That keeps gradient accumulation exact, and a micro-batch wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from offload.data.labels import IGNORE_INDEX
 from offload.models.protocol import CausalLM
@@ -71,7 +72,7 @@ def _chunks(flat: Tensor, targets: Tensor, number: int) -> list[tuple[Tensor, Te
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in forward, where the logits are at hand; backward only scales them."""
+    """Computes the gradients in forward, where the logits are at hand; backward only scales them, where they lie."""
 
     @staticmethod
     def forward(
@@ -79,28 +80,77 @@ class _FusedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = flat.new_zeros((), dtype=torch.float32)
         flat_gradient = torch.empty_like(flat)
-        gradients: list[Tensor] = []
+        sums = {parameter: _Sum() for parameter in parameters}
         start = 0
         for chunk, target in _chunks(flat, targets, num_chunks):
-            with torch.enable_grad():
+            with torch.enable_grad(), _LinearsAdd(sums):
                 leaf = chunk.detach().requires_grad_()
                 loss = F.cross_entropy(head(leaf).float(), target, reduction="sum")
-                of_leaf, *of_parameters = torch.autograd.grad(loss, (leaf, *parameters))
+            of_leaf, *of_parameters = torch.autograd.grad(loss, (leaf, *parameters), allow_unused=True)
             total += loss.detach()
             flat_gradient[start : start + len(chunk)] = of_leaf
             start += len(chunk)
-            if gradients:
-                torch._foreach_add_(gradients, of_parameters)
-            else:
-                gradients = list(of_parameters)
-        ctx.save_for_backward(flat_gradient, *gradients)
+            for parameter, gradient in zip(parameters, of_parameters, strict=True):
+                if gradient is not None:
+                    sums[parameter].add(gradient)
+        ctx.gradients = [flat_gradient, *(sums[parameter].value for parameter in parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        flat_gradient, *gradients = ctx.saved_tensors
-        scaled = [gradient * factor.to(gradient.dtype) for gradient in (flat_gradient, *gradients)]
-        return scaled[0], None, None, None, *scaled[1:]
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of LinearCrossEntropyLoss are given out once: call it again")
+        (flat, *of_parameters), ctx.gradients = ctx.gradients, None
+        for gradient in (flat, *of_parameters):
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.dtype))
+        return flat, None, None, None, *of_parameters
+
+
+class _Sum:
+    """A parameter's gradient over the chunks so far; None before the first that has one."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        self.value = gradient if self.value is None else self.value.add_(gradient)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right`` without a tensor for it."""
+        if self.value is None:
+            self.value = torch.mm(left, right)
+        else:
+            self.value.addmm_(left, right)
+
+
+class _LinearsAdd(TorchFunctionMode):
+    """Linear layers add the gradients of the weights in ``sums`` there. A head's takes up to 2 GiB, and autograd would
+    hold one of a chunk beside the sum."""
+
+    def __init__(self, sums: Mapping[nn.Parameter, _Sum]) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and len(args) >= 2 and args[1] in self._sums and not kwargs and args[2:] in ((), (None,)):
+            return _Linear.apply(args[0], args[1].detach(), self._sums[args[1]])
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, total: _Sum) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.total = total
+        return F.linear(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        gradient = grads[0].reshape(-1, grads[0].shape[-1])
+        ctx.total.add_product(gradient.t(), input.reshape(-1, input.shape[-1]))
+        return grads[0] @ weight, None, None
 
 
 class SummedLoss:

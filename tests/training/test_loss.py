@@ -121,6 +121,15 @@ def test_labels_move_one_to_the_left() -> None:
     assert shift_labels(torch.tensor([[5, 6, 7], [1, -100, 3]])).tolist() == [[6, 7, -100], [-100, 3, -100]]
 
 
+def test_a_second_backward_is_refused_by_name() -> None:
+    hidden, labels = torch.randn(1, 4, 8).requires_grad_(), torch.zeros(1, 4, dtype=torch.long)
+    head = nn.Linear(8, 16, bias=False)
+    loss = LinearCrossEntropyLoss(2)(hidden, labels, 4, head, list(head.parameters()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="given out once"):
+        loss.backward()
+
+
 def test_no_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="num_output_chunks"):
         LinearCrossEntropyLoss(0)

@@ -1,0 +1,233 @@
+"""The memory of a training step before there is any: the model's own forward and backward on tensors without memory.
+
+Nothing is computed and nothing allocated. Every operation tells the shapes of what it returns, and a storage lives
+until autograd and Python have let go of it, so what is alive at each moment is what an accelerator would hold, down to
+which activations a checkpointed layer keeps. Attention kernels are played: ``scaled_dot_product_attention`` on an
+accelerator keeps its inputs, its output and a log-sum-exp per head and token (FlashAttention-2,
+https://arxiv.org/abs/2307.08691) for shapes for which the CPU's would write the whole matrix down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What the caching allocator of CUDA and XPU rounds each block up to.
+BLOCK = 512
+
+PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment when most bytes are alive.
+
+    Attributes:
+        total: bytes.
+        parts: what they are: ``parameters`` (buffers included), ``gradients``, ``activations``.
+        at: where the model was: the innermost module in forward, or ``backward``.
+    """
+
+    total: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one micro-batch takes on the device.
+
+    Attributes:
+        before: the fullest moment until the first gradient is complete; an update in backward has nothing in flight.
+        after: the fullest moment from then on.
+        kept: bytes of activations when forward is done: what backward needs.
+    """
+
+    before: Moment
+    after: Moment
+    kept: int
+
+    def peak(self, in_flight: int = 0) -> int:
+        """Bytes at the fullest moment, with so many of the optimizer's in flight once there are gradients."""
+        return max(self.before.total, self.after.total + in_flight)
+
+
+def footprint(
+    module: nn.Module, step: Callable[[], Tensor], *, keeps_gradients: bool, gradient_dtype: torch.dtype | None = None
+) -> Footprint:
+    """What forward and backward of one micro-batch take.
+
+    Args:
+        module: on the meta device; afterwards its tensors are without memory on the CPU.
+        step: makes the inputs, runs the model and returns the loss, 0-dim, with a graph behind it.
+        keeps_gradients: gradients stay until all are there (an update at step, or accumulation); otherwise each goes as
+            soon as it is complete.
+        gradient_dtype: what gradients are kept in where that is not the parameters' dtype.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
+    played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
+    with FakeTensorMode(), played:
+        _without_memory(module)
+        account = _Account(module)
+        with account.following(keeps_gradients, gradient_dtype), account:
+            loss = step()
+            kept = account.now[ACTIVATIONS]
+            account.where = ["backward"]
+            loss.backward()
+        del loss
+        for param in module.parameters():
+            param.grad = None
+    return Footprint(account.before, account.after, kept)
+
+
+def _without_memory(module: nn.Module) -> None:
+    """Replace a model's tensors by fake ones of the CPU; transformers' masks ask meta tensors for values."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for each in module.modules():
+        slots: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for tensors in slots:
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    made[id(old)] = (
+                        nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new,
+                        old,
+                    )
+                tensors[name] = made[id(old)][0]
+
+
+class _Account(TorchDispatchMode):
+    """Counts the storages that operations return, by what they are, until they are gone.
+
+    Args:
+        module: its tensors are there already.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.now: dict[str, int] = defaultdict(int)
+        self.before = self.after = Moment()
+        self.where: list[str] = []
+        self._has_gradients = False
+        self._module = module
+        self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
+        self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
+        self._total = 0
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._add(tensor, PARAMETERS)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and args[0].shape in self._shapes and args[0].shape == args[1].shape:
+            # Gradients of one parameter. Autograd adds them in place where no mode looks on:
+            # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
+            return args[0].add_(args[1])
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self._add(each, ACTIVATIONS)
+        return out
+
+    def _add(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            entry = self._storages[key] = [kind, -(-storage.nbytes() // BLOCK) * BLOCK]
+            self._change(kind, entry[1])
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        kind, nbytes = self._storages.pop(key)
+        self._change(kind, -nbytes)
+
+    def _change(self, kind: str, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        self._total += nbytes
+        if self._total > (self.after if self._has_gradients else self.before).total:
+            moment = Moment(self._total, dict(self.now), self.where[-1] if self.where else "")
+            if self._has_gradients:
+                self.after = moment
+            else:
+                self.before = moment
+
+    def _becomes_gradient(self, tensor: Tensor) -> None:
+        entry = self._storages[tensor.untyped_storage()._cdata]
+        self.now[entry[0]] -= entry[1]
+        self.now[GRADIENTS] += entry[1]
+        entry[0] = GRADIENTS
+
+    @contextlib.contextmanager
+    def following(self, keeps_gradients: bool, dtype: torch.dtype | None) -> Iterator[None]:
+        """Knows in which module's forward an operation is, and takes gradients when they are complete."""
+        kept: list[Tensor] = []
+
+        def take(param: nn.Parameter) -> None:
+            gradient = param.grad
+            assert gradient is not None
+            self._has_gradients = True
+            if not keeps_gradients:
+                param.grad = None
+                return
+            if dtype is not None and gradient.dtype != dtype:
+                gradient = gradient.to(dtype)
+                kept.append(gradient)
+                param.grad = None
+            self._becomes_gradient(gradient)
+
+        handles: list[Any] = [
+            param.register_post_accumulate_grad_hook(take) for param in self._module.parameters() if param.requires_grad
+        ]
+        for name, each in self._module.named_modules():
+            handles.append(each.register_forward_pre_hook(lambda *_, name=name: self.where.append(name)))
+            handles.append(each.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        self.where.pop()
+
+
+def _played_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` with the memory of a fused kernel."""
+    return _Attention.apply(query, key, value)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # [batch, heads, tokens, dim], which lies in memory as [batch, tokens, heads, dim]: what follows copies nothing.
+        batch, heads, tokens, _ = query.shape
+        out = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -265,6 +265,11 @@ def sft_dataset(
             "remove it"
         )
     source = Source(path, split=split, **load_dataset_kwargs)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise UserError(
+            f"dataset.columns: got {columns!r}, expected a mapping from names of ours to the data's, such as "
+            "dataset.columns='{prompt: question, completion: answer}'"
+        )
     dataset = SFTDataset(
         tokenizer, source, format=format, columns=columns, train_on=train_on, too_long=too_long, weight=weight
     )

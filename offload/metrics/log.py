@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.durable import sync
+from offload.errors import UserError
 from offload.metrics.lines import say
 from offload.metrics.run_record import RUN_FILE
 
@@ -238,7 +239,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and isinstance(row.get("step", 0), int) else None
 
 
 def _line(numbers: Mapping[str, Number | None], *, step: int, now: float) -> bytes:
@@ -289,6 +290,11 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
         content = path.read_bytes()
     except FileNotFoundError:
         return
+    except IsADirectoryError as error:
+        raise UserError(
+            f"output_dir: {path} is a folder, and metrics go to a file of that name: move it, or choose another "
+            "output_dir"
+        ) from error
     kept = bytearray()
     for line, whole in _lines(content):
         row = _parse(line)

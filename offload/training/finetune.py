@@ -161,6 +161,7 @@ class FinetuneRecipe:
     def _find_checkpoint(self) -> Loaded | None:
         chosen = self.settings.resume_from_checkpoint
         if chosen is False:
+            self._tell_of_an_earlier_run()
             return None
         takes_newest = chosen is True or chosen == AUTO
         found = self.checkpoints.load_newest() if takes_newest else self.checkpoints.load_chosen(str(chosen))
@@ -183,6 +184,20 @@ class FinetuneRecipe:
         self.resumed_config = loaded.recipe_state["config"]
         say(f"resuming from {self.resumed_from}")
         return loaded
+
+    def _tell_of_an_earlier_run(self) -> None:
+        """A run that begins in a folder with checkpoints may have been meant to go on from them."""
+        names = [path.name for path in whole_checkpoints(self.output_dir)]
+        if not names:
+            return
+        keep = self.settings.keep_last_n
+        fate = (
+            "writes over those of its own steps" if keep is None else f"deletes them as it saves (keep_last_n={keep})"
+        )
+        say(
+            f"warning: {self.output_dir} has {', '.join(names[-3:])} of an earlier run; this one starts from the "
+            f"beginning and {fate}: to go on from them, resume_from_checkpoint={AUTO}; to keep them, another output_dir"
+        )
 
     def setup_data(self) -> None:
         """Loss, data sets, and how many steps they make."""
@@ -330,7 +345,7 @@ class FinetuneRecipe:
         )
         if resumed:
             assert self.resumed_from is not None
-            put_back_random(state["random"], self.device, self.resumed_from)
+            put_back_random(state, self.device, self.resumed_from)
             for note in resume_notes(
                 state["config"],
                 self.cfg,

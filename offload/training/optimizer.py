@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from offload.base_class import needs_closure, public_path
 from offload.component import resolve
 from offload.errors import UserError
+from offload.training.resume_changes import weights_key
 
 INTERCHANGEABLE = {"torch.optim.Adam", "torch.optim.AdamW", "offload.optim.Adam", "offload.optim.AdamW"}
 """Optimizers that take each other's states."""
@@ -70,7 +71,7 @@ def check_resumed(saved: Mapping[str, Any], cfg: DictConfig, optimizer: torch.op
         UserError: names both, and how to go on.
     """
     start_anew = (
-        "or begin a new run from its weights: checkpointer.checkpoint_dir=<the checkpoint's folder>, an output_dir of "
+        f"or begin a new run from its weights: {weights_key(cfg)}=<the checkpoint's folder>, an output_dir of "
         "its own and resume_from_checkpoint=False"
     )
     if saved.get("optimizer"):

@@ -15,6 +15,7 @@ from offload.checkpoints.manifest import DamagedCheckpoint
 from offload.device import set_random_state
 from offload.errors import UserError
 from offload.optim import unpacked
+from offload.training.resume_changes import weights_key
 
 _COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
 _LEAVES = (Tensor, bool, int, float, complex, type(None))
@@ -45,25 +46,25 @@ def put_back(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, lr_sche
     Raises:
         UserError: if they cannot use it.
     """
-    with _putting_back("optimizer", checkpoint):
+    with _putting_back("optimizer", state, checkpoint):
         saved = state["optimizer"]
         if not getattr(optimizer, "owns_loaded_states", False):
             saved = unpacked(saved, [p for group in optimizer.param_groups for p in group["params"]])
         optimizer.load_state_dict(saved)
     if lr_scheduler is not None and state["lr_scheduler"] is not None:
-        with _putting_back("lr_scheduler", checkpoint):
+        with _putting_back("lr_scheduler", state, checkpoint):
             _check_like(state["lr_scheduler"], lr_scheduler.state_dict(), "lr_scheduler")
             lr_scheduler.load_state_dict(state["lr_scheduler"])
 
 
-def put_back_random(state: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
+def put_back_random(state: Mapping[str, Any], device: torch.device, checkpoint: Path) -> None:
     """Restores every generator's state; UserError where it is none."""
-    with _putting_back("random", checkpoint):
-        set_random_state(state, device)
+    with _putting_back("random", state, checkpoint):
+        set_random_state(state["random"], device)
 
 
 @contextlib.contextmanager
-def _putting_back(what: str, checkpoint: Path) -> Iterator[None]:
+def _putting_back(what: str, state: Mapping[str, Any], checkpoint: Path) -> Iterator[None]:
     """Turns a failure to use what was saved of ``what`` into one line."""
     try:
         yield
@@ -74,7 +75,7 @@ def _putting_back(what: str, checkpoint: Path) -> Iterator[None]:
         raise UserError(
             f"resume_from_checkpoint: {what} of {checkpoint / STATE_NAME} cannot be used ({reason}): set {what} as it "
             "was in that run, resume from another checkpoint, or start anew from its weights with "
-            f"checkpointer.checkpoint_dir={checkpoint} and another output_dir"
+            f"{weights_key(state['config'])}={checkpoint} and another output_dir"
         ) from error
 
 

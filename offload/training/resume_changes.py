@@ -27,6 +27,11 @@ _OF_THE_STATE = ("state_dtype", "master", "seed")  # which stay as this run has 
 _Change = tuple[str, Any, Any]
 
 
+def weights_key(config: Mapping[str, Any]) -> str:
+    """The key by which a run begins with a checkpoint's weights."""
+    return "checkpointer.checkpoint_dir" if config.get("checkpointer") else "model.path"
+
+
 def check_changes(saved: Mapping[str, Any], cfg: DictConfig, *, checkpoint: Path, step_in_epoch: int) -> None:
     """Refuse to resume where the checkpoint's state would be taken for something that it is not.
 
@@ -42,7 +47,7 @@ def check_changes(saved: Mapping[str, Any], cfg: DictConfig, *, checkpoint: Path
     """
     now, saved = resolved_and_masked(cfg), masked(saved)
     way_out = (
-        f"or start anew from its weights with checkpointer.checkpoint_dir={checkpoint} and another output_dir, with "
+        f"or start anew from its weights with {weights_key(cfg)}={checkpoint} and another output_dir, with "
         "resume_from_checkpoint=False"
     )
     if step_in_epoch:

@@ -25,7 +25,12 @@ def get_cosine_schedule_with_warmup(
         num_training_steps: steps of the run; a recipe passes it.
         num_cycles: waves of the cosine; 0.5 ends at 0.
         last_epoch: steps done, less one.
+
+    Raises:
+        ValueError: fewer than 0 steps of warm-up.
     """
+    if num_warmup_steps < 0:
+        raise ValueError(f"num_warmup_steps: expected at least 0, got {num_warmup_steps}")
 
     def factor(step: int) -> float:
         if step < num_warmup_steps:

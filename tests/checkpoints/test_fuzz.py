@@ -23,7 +23,7 @@ import offload
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import CheckpointManager, Loaded
-from offload.device import random_state
+from offload.device import random_state, set_random_state
 from offload.errors import UserError
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.training.resume import check_fields, put_back, put_back_random
@@ -118,13 +118,13 @@ class World:
             check_fields(loaded.recipe_state, path)
             optimizer, scheduler = self._build(which)
             put_back(loaded.recipe_state, optimizer, scheduler, path)
-            put_back_random(loaded.recipe_state["random"], CPU, path)
+            put_back_random(loaded.recipe_state, CPU, path)
             outcome = path.name
         except UserError as error:
             assert len(str(error).splitlines()) == 1, str(error)
             outcome = "refused"
         finally:
-            put_back_random(generators, CPU, self.newest)
+            set_random_state(generators, CPU)
         assert self._content(self.manager.output_dir) == before
         assert not self.canary.exists()
         return outcome

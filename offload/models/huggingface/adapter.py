@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.component import nearest
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
@@ -43,9 +45,13 @@ class AdaptedModel(HuggingFaceModel):
         if base.frozen and getattr(config, "exclude_modules", "none") is None:
             # all-linear would also mean towers that no text goes through.
             config.exclude_modules = rf"(.*\.)?({'|'.join(base.frozen)})(\..*)?"
+        _check(config, base.module)
+        if next(base.module.parameters()).is_meta and isinstance(getattr(config, "init_lora_weights", None), str):
+            config = copy.copy(config)
+            config.init_lora_weights = True  # pissa and others begin with the weights' values: names and shapes do not
         try:
             module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError, re.error) as error:
             raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error
         super().__init__(module, name_or_path=base.name_or_path, tried=base)
         for _, layer in _adapted(module):
@@ -101,6 +107,23 @@ def _unquantized(model: Any) -> Any:
         bare = type(model)(config).to(config.dtype)
     bare.generation_config = model.generation_config
     return bare
+
+
+def _check(config: Any, module: nn.Module) -> None:
+    """UserError for what peft takes and does not train as it was meant."""
+    if config.is_prompt_learning:
+        raise UserError(
+            f"adapter: {type(config).__name__} trains what precedes a prompt, which cannot be merged into the model: "
+            "use peft.LoraConfig"
+        )
+    if config.task_type != "CAUSAL_LM":
+        raise UserError(f"adapter.task_type: got {config.task_type!r}, expected CAUSAL_LM: leave it out")
+    names = [name for name, _ in module.named_modules()]
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        if not any(name.endswith(str(wanted)) for name in names):  # as peft finds them
+            near = nearest(str(wanted), {name.rpartition(".")[2] for name in names})
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"adapter.modules_to_save: the model has no module {wanted}{hint}")
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from offload.errors import UserError
 from offload.models.huggingface.generation import Generator, TextStream, home_of
 from offload.models.protocol import Sampling, SavedRuns
 from offload.paths import expanded
@@ -44,7 +45,11 @@ class HuggingFaceAnswerer:
         tell: Callable[[str], object],
     ) -> None:
         folder = expanded(str(model.path), "model.path").absolute()
-        newest = saved.newest(folder) if folder.is_dir() else None
+        if not folder.is_dir():
+            raise UserError(
+                f"model.path: there is no folder {folder}: give a model's, a run's output_dir or one of its checkpoints"
+            )
+        newest = saved.newest(folder)
         if newest is not None:
             tell(f"newest checkpoint in {folder}: {newest.name}")
             folder = newest

@@ -152,13 +152,22 @@ def _make_apart(model: nn.Module, *, copies: bool) -> None:
 
 
 def _check_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise UserError(f"model.path: {folder} is a file: give the folder that it lies in, model.path={folder.parent}")
     if not folder.is_dir():
+        owner, name = folder.parts[-2:] if len(folder.parts) > 2 else ("OWNER", "MODEL")
+        is_repository = folder == Path.cwd() / owner / name  # as it is called on the Hub
         raise UserError(
-            f"model.path: there is no folder {folder}: download one with "
+            f"model.path: there is no folder {folder}: download it with `tune download {owner}/{name}`, and give "
+            f"model.path=~/models/{name}"
+            if is_repository
+            else f"model.path: there is no folder {folder}: download one with "
             f"`tune download OWNER/MODEL --output-dir {folder}`"
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: {folder} has no config.json: it is not a model in Hugging Face's format")
+        inside = [path.parent for path in sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)]
+        hint = f": did you mean model.path={inside[-1]}?" if inside else ": it is not a model in Hugging Face's format"
+        raise UserError(f"model.path: {folder} has no config.json{hint}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -18,19 +18,21 @@ from offload.base_class import (
     is_per_parameter,
     launches_on_default_stream,
     needs_closure,
+    path_of,
 )
 from offload.engine.accumulation import HostGradients
-from offload.engine.base import PartialStep, step_alone
+from offload.engine.base import PartialStep, place, state_blocks, step_alone
 from offload.engine.engine import Engine, Schedule
 from offload.engine.forecast import Forecast, Form, forecast, kind_of
 from offload.engine.host import HostCopies, HostPipeline
 from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, padded
-from offload.engine.norms import clip_coefficient, total_norm
+from offload.engine.norms import clip_coefficient
 from offload.engine.pipeline import Pipeline
 from offload.engine.placement import Placement
 from offload.engine.runtime import HostRuntime, Runtime, runtime_for
-from offload.engine.states import States, state_blocks
+from offload.engine.shards import LocalParameters, first_element, has_blocks, is_distributed
+from offload.engine.states import States
 from offload.engine.stream import SLOTS, StreamPipeline
 from offload.engine.units import Slice, Unit, build_units, clean_name, components
 from offload.errors import UserError
@@ -39,7 +41,8 @@ from offload.loading import check_shapes, load, set_params
 from offload.mixed import cuttable_groups
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
-from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_params, check_patterns
+from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_distributed, check_params, check_patterns
+from offload.sharded_states import for_loading, for_saving
 from offload.state_view import StateView
 
 GIB = 2**30
@@ -154,7 +157,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             strategy=strategy,
             update_in_backward=update_in_backward,
         )
+        check_distributed(base_class, groups, model, takes_early=update_in_backward or offload_gradients)
         self._is_per_parameter = is_per_parameter(base_class)
+        self._block = math.lcm(*state_blocks(base_class).values())
         self._names: dict[Tensor, str] = {}
         self._paths: dict[Tensor, str] = {}
         self._named: set[Tensor] = set()
@@ -164,20 +169,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._memory = HostMemory(runtime)
         self._in_flight_bytes = int(in_flight_gib * GIB)
         self._in_flight = InFlight(runtime, self._in_flight_bytes)
-        self._copies = HostCopies(self._memory, self._names) if strategy == "host" and not is_immediate else None
+        self._parts = LocalParameters()
+        self._copies: HostCopies | None = None
+        if strategy == "host" and not is_immediate:
+            self._copies = HostCopies(self._memory, self._names, self._parts)
+        self._resting = self._parts if self._copies is None else self._copies
         self._placement = placement if strategy == "stream" and not is_immediate else None
         self._base_kwargs = base_kwargs
         self._forecasts: list[Forecast | None] = []
         if strategy == "stream" and (is_foreseeable(base_class) or offload_states != ".*"):
             self._foresee(base_class, groups)
             if offload_states != ".*":
-                check_patterns(placement, self._forecasts, groups, self._paths)
+                check_patterns(placement, self._forecasts, groups, self._paths, self._block)
 
         self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
         step = PartialStep(self.base_optimizer)
         self._folds = step.folds
-        resting = _itself if self._copies is None else self._copies.of
-        self._states = States(self.base_optimizer, resting, self._placement, self._memory)
+        self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
         self._worker: Pipeline | None = None
         if not is_immediate:
             if self._copies is not None:
@@ -249,22 +257,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         return runtime_for(devices.pop())
 
-    def _resting(self, param: nn.Parameter) -> nn.Parameter:
-        """The tensor that the base optimizer updates for a parameter: its host copy, or itself."""
-        return param if self._copies is None else self._copies.of(param)
-
-    def _resting_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups for the base optimizer: the same, over the tensors that it updates."""
+    def _resting_groups(self, groups: list[dict[str, Any]], before: int = 0) -> list[dict[str, Any]]:
+        """The groups for the base optimizer: the same, over the tensors that it updates, which are a parameter's host
+        copy, this rank's part of it, or itself. ``before``: parameters of the groups before these."""
         resting = []
         for group in groups:
-            if self._copies is not None:
-                self._copies.add(tensors_of([group]))
+            self._add_resting(tensors_of([group]), before)
+            before += len(group["params"])
             entries = [
-                (entry[0], self._resting(entry[1])) if isinstance(entry, tuple) else self._resting(entry)
+                (entry[0], self._resting.of(entry[1])) if isinstance(entry, tuple) else self._resting.of(entry)
                 for entry in group["params"]
             ]
             resting.append(dict(group, params=entries))
         return resting
+
+    def _add_resting(self, params: list[nn.Parameter], before: int) -> None:
+        """Make what the base optimizer updates for parameters, of which the first is at the position ``before``."""
+        self._parts.add(params)
+        if self._copies is not None:
+            self._copies.add(params)
+        for position, param in enumerate(params, before):
+            if is_distributed(param):
+                whole_blocks = has_blocks(param, self._block)
+                place(self._resting.of(param), position, first_element(param), has_blocks=whole_blocks)
 
     def _name(self, groups: list[dict[str, Any]], first: int = 0) -> None:
         """Give parameters their name in state paths, and what messages call them: a name, else a position."""
@@ -288,7 +303,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _forms(self, part: Slice) -> list[Form]:
         """The states that a parameter will have, as far as they are known."""
         foreseen = self._forecasts[part.group] if self._forecasts else None
-        return [] if foreseen is None else foreseen.get(kind_of(part.param), [])
+        return [] if foreseen is None else foreseen.get(kind_of(part.param, self._block), [])
 
     def _add_units(self, groups: list[dict[str, Any]], first: int = 0) -> None:
         """Take charge of the parameters of groups from the position ``first`` on, and make their buffers."""
@@ -299,7 +314,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             members,
             named=all(p in self._named for p, _ in in_groups),
             can_cut=cuttable_groups(self.base_optimizer) if self._worker is not None else (),
-            block=math.lcm(*state_blocks(type(self.base_optimizer)).values()),
+            block=self._block,
             limit=self._piece_limit(),
         )
         self._reserve(units)
@@ -349,10 +364,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups)
         (group,) = as_groups([param_group])
         check_params([group])
+        check_distributed(type(self.base_optimizer), [group], None, takes_early=False)
         self._name([group], first)
         if self._forecasts:
             self._foresee(type(self.base_optimizer), [group])
-        self.base_optimizer.add_param_group(self._resting_groups([group])[0])
+        before = len(tensors_of(self.param_groups))
+        self.base_optimizer.add_param_group(self._resting_groups([group], before)[0])
         super().add_param_group(group)
         self._pull_groups()
         self._add_units(self.param_groups[first:], first)
@@ -371,13 +388,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest."""
+        """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest.
+        Of a parameter that several ranks share, it is that of this rank's part."""
         if hasattr(self, "_engine"):
             self._engine.settle()
             self._states.publish()
-        if self._copies is None:
+        if self._copies is None and not self._parts:
             return self.base_optimizer.state
-        return StateView(self.base_optimizer, self._copies)
+        return StateView(self.base_optimizer, self._resting)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -385,7 +403,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         assert not value
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's ``state_dict()``, tensors where they rest, after all queued work."""
+        """The base optimizer's ``state_dict()``, tensors where they rest, after all queued work.
+
+        States of DTensors are DTensors, which ``torch.distributed.checkpoint`` saves, and loads on any number of ranks.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self.synchronize()
@@ -396,6 +417,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ids = [index for group in state_dict["param_groups"] for index in group["params"]]
             names = {index: self._paths[p] for index, p in zip(ids, tensors_of(self.param_groups), strict=True)}
             state_dict["state"] = self._states.for_saving(state_dict["state"], names)
+        if self._parts:
+            base_class = type(self.base_optimizer)
+            params = tensors_of(self.param_groups)
+            state_dict = for_saving(state_dict, params, state_blocks(base_class), path_of(base_class))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -411,7 +436,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         States keep the dtype that they were saved in and go to where this strategy rests them. A base optimizer that
         converts what it loads to a format of its own (:class:`offload.optim.AdamW`) does so here too; its class says
-        it by an attribute ``owns_loaded_states = True``.
+        it by an attribute ``owns_loaded_states = True``. States of DTensors may be DTensors or whole tensors.
 
         Raises:
             ValueError: where groups, their sizes or a state's shape do not fit this optimizer.
@@ -419,6 +444,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if self._parts:
+            state_dict = for_loading(state_dict, tensors_of(self.param_groups))
         if not self.owns_loaded_states:
             state_dict = unpacked(state_dict, tensors_of(self.param_groups))
         check_shapes(self.base_optimizer, state_dict, self._name_of)
@@ -434,7 +461,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _name_of(self, resting: nn.Parameter) -> str:
-        return self._names[resting if self._copies is None else self._copies.device(resting)]
+        return self._names[self._resting.device(resting)]
 
     # Gradients
 
@@ -457,13 +484,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm over all gradients wherever they rest, as a 0-dim tensor (fp32 for 16-bit gradients).
 
+        Of DTensors it is that of the whole gradients, for which every rank has to call it: ranks add up theirs on the
+        device, by the mesh's own backend.
+
         With ``update_in_backward`` it is that of the gradients of the last backward, for order 2 only.
         """
-        return total_norm(self._norms(norm_type), norm_type)
-
-    def _norms(self, norm_type: float) -> list[Tensor]:
-        with torch.no_grad():
-            return self._engine.gradient_norms(tensors_of(self.param_groups), norm_type)
+        return self._engine.grad_norm(tensors_of(self.param_groups), norm_type, error_if_nonfinite=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
@@ -485,7 +511,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm: update_in_backward=True updates each layer before the norm of all gradients is known, "
                 "so it cannot be limited; set clip_grad_norm=null, or optimizer.update_in_backward=False"
             )
-        norm = total_norm(self._norms(norm_type), norm_type, error_if_nonfinite=error_if_nonfinite)
+        params = tensors_of(self.param_groups)
+        norm = self._engine.grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = clip_coefficient(norm, float(max_norm))
         if factor is not None:
             with torch.no_grad():
@@ -532,7 +559,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._add_missing_copies(self._copies)
         if self._worker is None and not self.update_in_backward:
             self._push_groups()
-            with self._engine.gradients_in_place(self.base_optimizer):
+            with self._engine.gradients_in_place(self.base_optimizer, self._parts):
                 if closure is None:
                     step_alone(self.base_optimizer)
                 else:
@@ -550,9 +577,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _add_missing_copies(self, copies: HostCopies) -> None:
         """Give parameters that were frozen at construction their host copies."""
-        missing = [p for p in tensors_of(self.param_groups) if p.grad is not None and copies.of(p) is p]
-        if missing:
-            copies.add(missing)
+        params = tensors_of(self.param_groups)
+        if any(p.grad is not None and not copies.known([p]) for p in params):
+            self._add_resting(params, 0)
             set_params(self.base_optimizer, [[copies.of(p) for p in group["params"]] for group in self.param_groups])
 
     # Training and evaluation
@@ -576,7 +603,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         switch()
         self._pull_groups()
         if self._copies is not None:
-            self._engine.upload([p for p in tensors_of(self.param_groups) if self._copies.of(p) is not p], self._copies)
+            self._engine.upload(self._copies.known(tensors_of(self.param_groups)), self._copies)
 
     # Memory
 
@@ -601,7 +628,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         on_device = report.setdefault("device", {})
         for param, state in list(self.base_optimizer.state.items()):
             for key, value in list(state.items()):
-                if isinstance(value, Tensor) and not self._states.is_counted(key, value, self._paths.get(param, "")):
+                path = self._paths.get(self._resting.device(param), "")
+                if isinstance(value, Tensor) and not self._states.is_counted(key, value, path):
                     # Without a device of its own, strategy resident plays one.
                     is_host = value.device.type == "cpu" and self.strategy != "resident"
                     purposes = report.setdefault("host", {}) if is_host else on_device
@@ -612,10 +640,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         on_device["gradients"] = self._in_flight.peak
         kept = {kind: {purpose: nbytes for purpose, nbytes in p.items() if nbytes} for kind, p in report.items()}
         return {kind: purposes for kind, purposes in kept.items() if purposes}
-
-
-def _itself(param: nn.Parameter) -> nn.Parameter:
-    return param
 
 
 def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:

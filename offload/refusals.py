@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.base_class import is_per_parameter, needs_closure, path_of
+from offload.base_class import is_elementwise, is_per_parameter, needs_closure, path_of
 from offload.engine.forecast import Forecast, kind_of
+from offload.engine.fsdp import groups_of, is_in_ddp, is_offloaded
 from offload.engine.placement import Placement
+from offload.engine.shards import is_distributed
 from offload.errors import UserError
 from offload.groups import tensors_of
 
 STRATEGIES = ("host", "stream", "resident")
 
 ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+CPU_OFFLOAD = (
+    "optimizer: fully_shard was given a CPUOffloadPolicy, which rests parameters on the host and updates them there; "
+    "leave it out, since OffloadOptimizer rests states on the host itself"
+)
 
 
 def check_choices(
@@ -117,12 +123,51 @@ def check_base(
 
 def check_params(groups: list[dict[str, Any]]) -> None:
     """Refuse parameters of a kind that the engine cannot update."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and any(isinstance(param, distributed.DTensor) for param in tensors_of(groups)):
+    for param in filter(is_distributed, tensors_of(groups)):
+        placements = param.placements  # type: ignore[attr-defined]
+        if any(placement.is_partial() for placement in placements):
+            raise UserError(
+                f"optimizer: a parameter of shape {tuple(param.shape)} has the placements {placements}, of which each "
+                "rank has a summand; redistribute it to Replicate() or Shard() before the optimizer is built"
+            )
+        if param.device.type == "cpu" and param.device_mesh.device_type != "cpu":  # type: ignore[attr-defined]
+            raise UserError(CPU_OFFLOAD)
+
+
+def check_distributed(
+    base_class: type[torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    model: nn.Module | None,
+    *,
+    takes_early: bool,
+) -> None:
+    """Refuse what has no meaning where several ranks share parameters, or each has a copy.
+
+    Args:
+        base_class: the base optimizer.
+        groups: parameter groups.
+        model: what they belong to, if it is known.
+        takes_early: gradients are taken as backward computes them.
+    """
+    if model is not None and any(is_offloaded(group) for group in groups_of(model)):
+        raise UserError(CPU_OFFLOAD)
+    if takes_early and is_in_ddp(tensors_of(groups)):
         raise UserError(
-            "optimizer: parameters are DTensors (FSDP2, tensor parallelism), which OffloadOptimizer does not support; "
-            "train on one device, or use the base optimizer itself"
+            "optimizer: DistributedDataParallel sums gradients over ranks after they were taken by "
+            "update_in_backward=True or offload_gradients=True; set both to False, or in place of DDP call "
+            'fully_shard(module, mesh=init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "shard")))'
+            ", which sums them before"
         )
+    kinds = getattr(base_class, "kinds", {})
+    for group in groups:
+        kind, _ = kinds.get(group.get("optimizer_class", next(iter(kinds), None)), (base_class, None))
+        if not is_elementwise(kind) and any(map(is_distributed, tensors_of([group]))):
+            raise UserError(
+                f"optimizer.optimizer_class: {path_of(kind)} is not known to update each element by itself, and of "
+                "parameters that are DTensors (FSDP2, tensor parallelism) each rank has a part; use torch.optim.AdamW, "
+                "offload.optim.AdamW or the class itself, without OffloadOptimizer. If it does, give it an attribute "
+                "elementwise = True"
+            )
 
 
 def check_patterns(
@@ -130,11 +175,14 @@ def check_patterns(
     forecasts: list[Forecast | None],
     groups: list[dict[str, Any]],
     names: Mapping[Tensor, str],
+    block: int,
 ) -> None:
     """Refuse patterns that match no state, where the states can be known; ``names`` are those in state paths."""
     paths: list[str] = []
     for foreseen, group in zip(forecasts, groups, strict=True):
         if foreseen is None:
             return
-        paths += [f"{form.key}/{names[param]}" for param in tensors_of([group]) for form in foreseen[kind_of(param)]]
+        paths += [
+            f"{form.key}/{names[param]}" for param in tensors_of([group]) for form in foreseen[kind_of(param, block)]
+        ]
     placement.check(paths)

@@ -9,28 +9,29 @@ import torch
 from torch import nn
 
 from offload.engine.host import HostCopies
+from offload.engine.shards import LocalParameters
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The base optimizer's state, looked up by the caller's parameters instead of their host copies."""
+    """The base optimizer's state, looked up by the caller's parameters instead of what it updates for them."""
 
-    def __init__(self, base: torch.optim.Optimizer, copies: HostCopies) -> None:
-        self._base, self._copies = base, copies
+    def __init__(self, base: torch.optim.Optimizer, resting: HostCopies | LocalParameters) -> None:
+        self._base, self._resting = base, resting
 
     def __getitem__(self, param: Any) -> Any:
-        return self._base.state[self._copies.of(param)]
+        return self._base.state[self._resting.of(param)]
 
     def __setitem__(self, param: Any, value: Any) -> None:
-        self._base.state[self._copies.of(param)] = value
+        self._base.state[self._resting.of(param)] = value
 
     def __delitem__(self, param: Any) -> None:
-        del self._base.state[self._copies.of(param)]
+        del self._base.state[self._resting.of(param)]
 
     def __contains__(self, param: object) -> bool:
-        return isinstance(param, nn.Parameter) and self._copies.of(param) in self._base.state
+        return isinstance(param, nn.Parameter) and self._resting.of(param) in self._base.state
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._copies.device(host) for host in self._base.state)
+        return (self._resting.device(host) for host in self._base.state)
 
     def __len__(self) -> int:
         return len(self._base.state)

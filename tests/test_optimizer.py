@@ -645,24 +645,6 @@ def test_lbfgs_with_a_closure_is_torchs() -> None:
     assert all(map(torch.equal, ours, train(lambda params: torch.optim.LBFGS(params, lr=0.1))))
 
 
-@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
-def test_dtensors_are_refused(tmp_path: Any, strategy: str) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        param = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,))))
-        with pytest.raises(UserError, match=r"^optimizer: .*DTensors.*base optimizer itself$"):
-            OffloadOptimizer([param], strategy=strategy, lr=0.1)
-        optimizer = OffloadOptimizer([nn.Parameter(torch.ones(2))], strategy=strategy, lr=0.1)
-        with pytest.raises(UserError, match="DTensors"):
-            optimizer.add_param_group({"params": [param]})
-    finally:
-        dist.destroy_process_group()
-
-
 def test_config_signature_joins_both_classes() -> None:
     names = OffloadOptimizer.config_signature({"optimizer_class": "torch.optim.SGD"}).parameters
     assert {"strategy", "offload_gradients", "lr", "momentum", "nesterov"} <= set(names)

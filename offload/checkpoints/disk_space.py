@@ -49,7 +49,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, build: Callable[[Named], torch
         return _nbytes(optimizer.state_dict()["state"])
     density: dict[Any, float] = {}
     for param in params:
-        kind = dim, dtype, is_small = kind_of(param)
+        kind = dim, dtype, is_small, _ = kind_of(param)
         if kind in density:
             continue
         count = SMALL if is_small else LARGE

@@ -14,6 +14,7 @@ from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, carve
 from offload.engine.norms import tensor_norms
 from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.shards import local, set_gradient
 from offload.engine.worker import Worker
 
 SLOTS = 2
@@ -79,9 +80,9 @@ class HostGradients(Worker):
         if self._runtime.shares_memory:
             return
         new = [param for param in params if param.requires_grad and param not in self._buffers]
-        like = [torch.empty(p.shape, dtype=self._dtype or p.dtype, device="meta") for p in new]
+        like = [torch.empty(local(p).shape, dtype=self._dtype or p.dtype, device="meta") for p in new]
         self._buffers.update(zip(new, self._memory.allocate(like, "gradients"), strict=True))
-        largest = max((param.nbytes for param in self._buffers), default=0)
+        largest = max((local(param).nbytes for param in self._buffers), default=0)
         casts = any(buffer.dtype != param.dtype for param, buffer in self._buffers.items())
         if (sums or casts) and largest > self._slot_bytes:
             slots = [torch.empty(largest, dtype=torch.uint8, device="meta")] * SLOTS
@@ -113,7 +114,7 @@ class HostGradients(Worker):
             self._wait()
             self._norms.pop(param, None)
 
-        param.grad = TakenGradient(param, buffer, on_host=True, wait=before_zeroing)
+        set_gradient(param, TakenGradient(local(param), buffer, on_host=True, wait=before_zeroing))
 
     def add(self, param: nn.Parameter, marker: TakenGradient, addend: Tensor, *, measure: bool = False) -> None:
         """Add a later micro-batch's gradient to the one that rests on the host.

@@ -25,6 +25,8 @@ class Entry:
         group: index of its parameter group.
         position: index of its parameter over all groups.
         start: first element, where it is a range of its parameter.
+        has_blocks: states with one element for each block of the parameter's may be kept; not where ranks share the
+            parameter and are cut within blocks.
         tensor: the values, of any shape; a range of a parameter is a parameter to the base optimizer.
         gradient: same shape and device, of any floating-point dtype.
         state: what the base optimizer keeps for it; changed in place, filled on the first step.
@@ -36,6 +38,13 @@ class Entry:
     tensor: Tensor
     gradient: Tensor
     state: dict[str, Any]
+    has_blocks: bool = True
+
+
+def state_blocks(base_class: type[torch.optim.Optimizer]) -> Mapping[str, int]:
+    """Elements of a parameter for one element of a state, by the state's key; for states that have fewer."""
+    blocks: Mapping[str, int] = getattr(base_class, "state_block", {})
+    return blocks
 
 
 class Snapshots:
@@ -90,12 +99,21 @@ def scaled_gradients(base: torch.optim.Optimizer, scale: Tensor | None) -> Itera
         base.gradient_scale = None  # type: ignore[attr-defined]
 
 
+def place(param: Any, position: int, start: int, *, has_blocks: bool) -> None:
+    """Tell a base optimizer, by attributes of what is a parameter to it, which part of the caller's it is.
+
+    ``offload_range``: ``(position, start)``, the caller's parameter over all groups and the first element there.
+    ``offload_has_blocks``: :attr:`Entry.has_blocks`.
+    """
+    param.offload_range = (position, start)
+    param.offload_has_blocks = has_blocks
+
+
 class PartialStep:
     """Steps a base optimizer over a few tensors, leaving its own groups and state alone.
 
     It works on a second instance that shares everything else with the first, so that one thread can step
-    while another reads the optimizer. To that instance a parameter has an attribute ``offload_range``, ``(position,
-    start)``: which parameter it is over all groups, and its first element there.
+    while another reads the optimizer. To that instance a parameter has what :func:`place` gives it.
 
     Attributes:
         folds: the base optimizer multiplies gradients by its attribute ``gradient_scale`` while it updates; its class
@@ -119,7 +137,7 @@ class PartialStep:
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         for entry in entries:
             param = nn.Parameter(entry.tensor)
-            param.offload_range = (entry.position, entry.start)  # type: ignore[attr-defined]
+            place(param, entry.position, entry.start, has_blocks=entry.has_blocks)
             gradient = entry.gradient if self.folds or scale is None else entry.gradient.mul_(scale)
             # Rounded after it was scaled; and fused kernels walk over memory.
             param.grad = in_layout_of(gradient.to(entry.tensor.dtype), entry.tensor)

@@ -20,13 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import Hyperparameters, PartialStep, Snapshots, scaled_gradients
+from offload.engine.fsdp import AllGatherWaits
 from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
 from offload.engine.in_flight import InFlight
-from offload.engine.model import ModelWaits
-from offload.engine.norms import Norms
+from offload.engine.model import ModelWaits, weakly
+from offload.engine.norms import Norms, total_norm
 from offload.engine.pipeline import Gradient, Job, Pipeline
 from offload.engine.runtime import Event, Runtime
+from offload.engine.shards import LocalParameters, gradient_of, local, set_gradient
 from offload.engine.states import States
 from offload.engine.stream import StreamPipeline
 from offload.engine.units import Piece, Unit
@@ -118,6 +120,7 @@ class Engine:
         self.units: list[Unit] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._waits: ModelWaits | None = None
+        self._gathers: AllGatherWaits | None = None
         self._handles: list[RemovableHandle] = []
         self._progress = _Progress()
         self.norms = Norms()
@@ -139,8 +142,7 @@ class Engine:
                 if param.requires_grad:
                     self._hook(param)
         self._new_step()
-        if self._waits is not None:
-            self._waits.cover(self.units)
+        self._cover()
 
     @property
     def pieces(self) -> list[Piece]:
@@ -149,11 +151,25 @@ class Engine:
 
     def attach(self, model: nn.Module) -> None:
         """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
+        self._detach()
+        if self._worker is not None and AllGatherWaits.can_watch(model):
+            self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle, self._loaded)
+            self._gathers = AllGatherWaits(model, weakly(self.wait_to_gather))
+            self._cover()
+
+    def _cover(self) -> None:
+        if self._waits is not None:
+            self._waits.cover(self.units)
+        if self._gathers is not None:
+            self._gathers.cover(self.units)
+
+    def _detach(self) -> None:
+        """Take the hooks off the model."""
         if self._waits is not None:
             self._waits.remove()
-        if self._worker is not None:
-            self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle, self._loaded)
-            self._waits.cover(self.units)
+        if self._gathers is not None:
+            self._gathers.remove()
+        self._waits = self._gathers = None
 
     def _loaded(self, params: Iterable[nn.Parameter]) -> None:
         """The model has loaded new values into some parameters."""
@@ -178,8 +194,7 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._waits is not None:
-            self._waits.remove()
+        self._detach()
         if self.gradients is not None:
             self.gradients.close()
         if self._worker is not None:
@@ -204,7 +219,7 @@ class Engine:
     @torch.no_grad()
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Runs in backward, each time autograd has finished a parameter's gradient."""
-        if param.grad is None:
+        if gradient_of(param) is None:
             return
         if param in self._progress.submitted:
             raise RuntimeError(
@@ -218,7 +233,7 @@ class Engine:
         is_final = not self.accumulating
         on_device = self._take_addend(param, is_final)
         if on_device:
-            gradient = param.grad
+            gradient = gradient_of(param)
             assert gradient is not None
             in_backward = is_final and self._schedule.update_in_backward
             if self.gradients is not None and not in_backward:
@@ -228,6 +243,7 @@ class Engine:
                 self._lend(gradient)
                 self.gradients.take(param, gradient, measure=is_final and self.norms.measure)
             elif in_backward and self._worker is not None:
+                self._check_dense(param, gradient)
                 self._in_flight.hold(gradient)
         if is_final:
             self._final(param)
@@ -236,16 +252,16 @@ class Engine:
 
     def _take_addend(self, param: nn.Parameter, is_final: bool) -> bool:
         """Bring what autograd delivered together with what is there; True if the sum is an ordinary gradient."""
-        gradient = param.grad
+        gradient = gradient_of(param)
         if not isinstance(gradient, TakenGradient):
             return True
         addend, gradient.arrived = gradient.arrived, None
         assert addend is not None
         self.norms.changed(param)
         if gradient.rest is None:
-            param.grad = addend
+            set_gradient(param, addend)
         elif not gradient.on_host:
-            param.grad = gradient.rest.add_(addend)
+            set_gradient(param, gradient.rest.add_(addend))
         else:
             assert self.gradients is not None
             self._lend(addend)
@@ -274,10 +290,10 @@ class Engine:
             submitted = self._submit(complete, early=True)
             self._progress.submitted |= submitted
             for consumed in submitted:
-                gradient = consumed.grad
+                gradient = gradient_of(consumed)
                 if isinstance(gradient, TakenGradient):
                     self.norms.left(consumed, gradient)
-                consumed.grad = TakenGradient(consumed, None, wait=_nothing)
+                set_gradient(consumed, TakenGradient(local(consumed), None, wait=_nothing))
 
     # Updates
 
@@ -343,14 +359,14 @@ class Engine:
 
     def _gradient(self, param: nn.Parameter) -> Gradient | None:
         """What the next update of a parameter uses; None where it has no gradient."""
-        gradient = param.grad
+        gradient = gradient_of(param)
         if gradient is None or (isinstance(gradient, TakenGradient) and gradient.rest is None):
             return None
         self._check_dense(param, gradient)
         if self._copies is not None:
             self._copies.check(param)
         if not isinstance(gradient, TakenGradient):
-            return Gradient(gradient.contiguous() if param.is_contiguous() else gradient)
+            return Gradient(gradient.contiguous() if local(param).is_contiguous() else gradient)
         assert gradient.rest is not None
         if not gradient.on_host or self._runtime.shares_memory:
             return Gradient(gradient.rest)
@@ -368,7 +384,7 @@ class Engine:
     def _update_now(self, job: Job) -> None:
         gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices}
         self._states.update(
-            {part: (part.of(part.param.detach()), gradient) for part, gradient in gradients.items()},
+            {part: (part.of(local(part.param).detach()), gradient) for part, gradient in gradients.items()},
             lambda entries: self._step(entries, job.groups, job.scale),
         )
 
@@ -383,10 +399,10 @@ class Engine:
             return
         self._waits.step()
         for param in submitted:
-            gradient = param.grad
+            gradient = gradient_of(param)
             assert gradient is not None
             if not isinstance(gradient, TakenGradient):
-                param.grad = TakenGradient(param, gradient, wait=self.settle)
+                set_gradient(param, TakenGradient(local(param), gradient, wait=self.settle))
 
     def _new_step(self) -> None:
         self._in_flight.forget()
@@ -405,17 +421,25 @@ class Engine:
             self._worker.expect(list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank))
 
     @contextmanager
-    def gradients_in_place(self, base: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, ``param.grad`` is an ordinary tensor for every gradient, for a step of the whole base optimizer."""
-        markers = [(p, p.grad) for p in self._pieces if isinstance(p.grad, TakenGradient)]
-        for param, marker in markers:
-            param.grad = None if marker.rest is None else marker.rest.to(param.dtype)
+    def gradients_in_place(self, base: torch.optim.Optimizer, parts: LocalParameters) -> Iterator[None]:
+        """Inside, what the base optimizer updates has ordinary tensors for its gradients, for a step of the whole base
+        optimizer; ``parts``: of parameters that several ranks share."""
+        parts.refresh()
+        before = []
+        for param in self._pieces:
+            gradient = values = gradient_of(param)
+            if isinstance(gradient, TakenGradient):
+                values = None if gradient.rest is None else gradient.rest.to(param.dtype)
+            part = parts.of(param)
+            if values is not gradient or part is not param:
+                before.append((part, part.grad))
+                part.grad = values
         try:
             with self._folding(base, self._take_scale()):
                 yield
         finally:
-            for param, marker in markers:
-                param.grad = marker
+            for part, gradient in before:
+                part.grad = gradient
 
     def _folding(self, base: torch.optim.Optimizer, scale: Tensor | None) -> AbstractContextManager[None]:
         """Inside, a step of the whole base optimizer applies a clipping factor, if it folds."""
@@ -463,16 +487,22 @@ class Engine:
     def upload(self, params: Iterable[nn.Parameter], copies: HostCopies) -> None:
         """Bring updated host copies to the device, at once."""
         for param in params:
-            param.copy_(copies.of(param))
+            local(param).copy_(copies.of(param))
             copies.written(param)
 
     # Norms and scale
 
-    def gradient_norms(self, params: Iterable[nn.Parameter], norm_type: float) -> list[Tensor]:
-        """Norms of the gradients of ``params``, each computed where the gradient rests, 0-dim fp32."""
+    @torch.no_grad()
+    def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Norm of all gradients of ``params``, over all ranks, 0-dim; that of each is computed where it rests."""
         on_host: Callable[[nn.Parameter], Tensor | None] = _nothing if self.gradients is None else self.gradients.norm
         norms = self.norms.of(params, norm_type, names=self._names, on_host=on_host, settle=self.settle)
-        return norms if self._scale is None else [norm * self._scale.to(norm.device) for norm in norms]
+        if self._scale is not None:
+            norms = [norm * self._scale.to(norm.device) for norm in norms]
+        total = total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite)
+        # They were made on the streams of backward's hooks, and are read on this one.
+        self._in_flight.release(self.norms.taken_early(), self._runtime.record())
+        return total
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor`` (0-dim), now or when the next update uses it."""
@@ -480,7 +510,8 @@ class Engine:
             self._scale = factor if self._scale is None else self._scale * factor.to(self._scale.device)
             return
         for param in self._pieces:
-            gradient = param.grad.rest if isinstance(param.grad, TakenGradient) else param.grad
+            gradient = gradient_of(param)
+            gradient = gradient.rest if isinstance(gradient, TakenGradient) else gradient
             if gradient is not None:
                 gradient.mul_(factor.to(gradient.device))
         self.norms.clear()
@@ -506,6 +537,11 @@ class Engine:
         if self._worker is not None:
             self._worker.wait(unit)
             self._in_flight.collect()
+
+    def wait_to_gather(self, unit: Unit) -> None:
+        """Make the current stream, which is not the one that computes, wait for a unit's update."""
+        if self._worker is not None:
+            self._worker.wait(unit, keep=True)
 
     def wait_for_all(self) -> None:
         """Make the current stream wait for every update."""

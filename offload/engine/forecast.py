@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.base import step_alone
+from offload.engine.base import place, state_blocks, step_alone
+from offload.engine.shards import has_blocks, local
 from offload.engine.units import Slice, components
 
 LARGE, SMALL = 3 * 2**12, 2**8
@@ -62,14 +64,16 @@ class Form:
     components: tuple[Component, ...]
 
 
-Kind = tuple[int, torch.dtype, bool]
-"""What decides over a parameter's states: its number of dimensions, its dtype, and whether it is small."""
+Kind = tuple[int, torch.dtype, bool, bool]
+"""What decides over a parameter's states: its number of dimensions, its dtype, whether it is small, and whether it has
+blocks (:attr:`offload.engine.base.Entry.has_blocks`)."""
 
 Forecast = dict[Kind, list[Form]]
 
 
-def kind_of(param: Tensor) -> Kind:
-    return param.dim(), param.dtype, param.numel() < THRESHOLD
+def kind_of(param: Tensor, block: int = 1) -> Kind:
+    """``block``: elements of the parameter for one of the base optimizer's states."""
+    return param.dim(), param.dtype, local(param).numel() < THRESHOLD, has_blocks(param, block)
 
 
 def forecast(
@@ -84,11 +88,14 @@ def forecast(
     be said before the first real step then.
     """
     found: Forecast = {}
-    for dim, dtype, is_small in sorted({kind_of(param) for param in params}, key=str):
+    block = math.lcm(*state_blocks(base_class).values())
+    for kind in sorted({kind_of(param, block) for param in params}, key=str):
+        dim, dtype, is_small, whole_blocks = kind
         count = SMALL if is_small else LARGE
         shape = (*(1,) * (dim - 2), *((4, count // 4) if dim > 1 else (count,) * dim))
         probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))
         probe.grad = torch.zeros_like(probe)
+        place(probe, 0, 0, has_blocks=whole_blocks)
         try:
             # Neither a compiler nor the caller's random numbers: some optimizers round stochastically.
             with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=[]):
@@ -97,7 +104,7 @@ def forecast(
         except Exception:
             return None
         states = base.state[probe].items()
-        found[dim, dtype, is_small] = [Form(k, tuple(_forms(v, probe))) for k, v in states if isinstance(v, Tensor)]
+        found[kind] = [Form(k, tuple(_forms(v, probe))) for k, v in states if isinstance(v, Tensor)]
     return found
 
 

@@ -19,6 +19,7 @@ from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, carve, padded
 from offload.engine.pipeline import Job, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.shards import LocalParameters, local
 from offload.engine.states import States
 from offload.engine.units import Piece, Slice
 
@@ -32,11 +33,13 @@ class HostCopies:
     Args:
         memory: where they are allocated.
         names: what messages call each parameter.
+        parts: of parameters that several ranks share, and that are not trained.
     """
 
-    def __init__(self, memory: HostMemory, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, memory: HostMemory, names: Mapping[Tensor, str], parts: LocalParameters) -> None:
         self._memory = memory
         self._names = names
+        self._parts = parts
         self._host: dict[Tensor, nn.Parameter] = {}
         self._device: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
@@ -44,19 +47,19 @@ class HostCopies:
     def add(self, params: Sequence[nn.Parameter]) -> None:
         """Make copies of the parameters that are trained and have none yet."""
         new = [p for p in params if p.requires_grad and p not in self._host]
-        like = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in new]
+        like = [torch.empty(local(p).shape, dtype=p.dtype, device="meta") for p in new]
         for param, copy in zip(new, self._memory.allocate(like, "parameters"), strict=True):
             host = nn.Parameter(copy)
             self._host[param], self._device[host] = host, param
         self.read(new)
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
-        """The host copy of a parameter; the parameter itself if it has none because it is frozen."""
-        return self._host.get(param, param)
+        """The host copy of a parameter; if it has none because it is frozen, this rank's part of it."""
+        return self._host[param] if param in self._host else self._parts.of(param)
 
     def device(self, host: Tensor) -> Tensor:
         """The inverse of :meth:`of`."""
-        return self._device.get(host, host)
+        return self._device[host] if host in self._device else self._parts.device(host)
 
     def known(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those that have a copy."""
@@ -66,16 +69,16 @@ class HostCopies:
         """Copy parameters from the device (all that have a copy, by default)."""
         with torch.no_grad():
             for param in list(self._host) if params is None else params:
-                self._host[param].copy_(param)
+                self._host[param].copy_(local(param))
                 self.written(param)
 
     def written(self, param: Tensor) -> None:
         """The parameter now has, or will have, the values of its copy."""
-        self._versions[param] = param._version
+        self._versions[param] = local(param)._version
 
     def check(self, param: nn.Parameter) -> None:
         """Raises RuntimeError where the parameter was changed by somebody else since it was last written."""
-        if self._versions[param] != param._version:
+        if self._versions[param] != local(param)._version:
             raise RuntimeError(
                 f"{self._names[param]} was changed outside the optimizer since its host copy was made (by "
                 "load_state_dict, .to() or an in-place operation); call optimizer.sync_from_model() after "
@@ -203,7 +206,7 @@ class HostPipeline(Pipeline):
         self._free.append(slot)
         uploaded: Event = DONE
         for part, host in hosts.items():
-            target = part.of(part.param.detach())
+            target = part.of(local(part.param).detach())
             uploaded = self._runtime.copy(target, host, "up", (job.ready,), f"{job.piece.name} parameters up")
             self._copies.written(part.param)
         self._uploaded[job.piece] = uploaded

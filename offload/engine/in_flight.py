@@ -15,7 +15,8 @@ class InFlight:
 
     A gradient counts from its arrival in backward (:meth:`hold`) until the update or copy that uses it is done
     (:meth:`release`). The CPU queues backward long before the device gets there and allocates each gradient when it
-    does, so that without :meth:`wait` all of them would be alive at once.
+    does, so that without :meth:`wait` all of them would be alive at once. FSDP2's gradients are views of one buffer for
+    each of its groups, which is there until the last of them is released: it counts as a whole until then.
 
     Args:
         runtime: supplies the lock.
@@ -30,6 +31,7 @@ class InFlight:
         self.peak = 0
         self._signal = runtime.signal()
         self._counted: dict[Tensor, int] = {}
+        self._views: dict[int, dict[Tensor, None]] = {}  # of those counted, by the address of their memory
         self._bytes = 0
         self._submitted: set[Tensor] = set()
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
@@ -41,9 +43,27 @@ class InFlight:
     def hold(self, gradient: Tensor) -> None:
         """Count a gradient that has arrived."""
         with self._signal:
-            self._counted[gradient] = gradient.nbytes
-            self._bytes += gradient.nbytes
+            memory = gradient.untyped_storage()
+            views = self._views.setdefault(memory.data_ptr(), {})
+            nbytes = 0 if views else memory.nbytes()
+            views[gradient] = None
+            self._counted[gradient] = nbytes
+            self._bytes += nbytes
             self.peak = max(self.peak, self._bytes)
+
+    def _forget(self, gradient: Tensor) -> None:
+        """Count a gradient no more; the views that share its memory are left with it."""
+        nbytes = self._counted.pop(gradient, None)
+        if nbytes is None:
+            return
+        address = gradient.untyped_storage().data_ptr()
+        views = self._views[address]
+        del views[gradient]
+        if views:
+            self._counted[next(iter(views))] += nbytes
+        else:
+            del self._views[address]
+            self._bytes -= nbytes
 
     def submit(self, gradients: Iterable[Tensor]) -> None:
         """Say of gradients that something will :meth:`release` them."""
@@ -67,7 +87,8 @@ class InFlight:
         with self._signal:
             while self._leaving and self._leaving[0][0].is_done():
                 over.append(self._leaving.popleft())
-                self._bytes -= sum(self._counted.pop(tensor, 0) for tensor in over[-1][1])
+                for tensor in over[-1][1]:
+                    self._forget(tensor)
         over.clear()  # outside the lock: the last reference to a tensor may run anything
 
     def wait(self) -> None:
@@ -87,7 +108,7 @@ class InFlight:
         with self._signal:
             leaving = {tensor for _, tensors in self._leaving for tensor in tensors}
             for gradient in [g for g in self._counted if g not in self._submitted and g not in leaving]:
-                self._bytes -= self._counted.pop(gradient)
+                self._forget(gradient)
 
     def give_up(self) -> None:
         """Nothing that was submitted will be released: wake whoever waits for it."""

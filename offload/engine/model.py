@@ -42,10 +42,10 @@ class ModelWaits:
         loaded: Callable[[Iterable[nn.Parameter]], None],
     ) -> None:
         self._model = weakref.ref(model)
-        self._wait = _weak(wait)
-        self._wait_for_all = _weak(wait_for_all)
-        self._settle = _weak(settle)
-        self._loaded = _weak(loaded)
+        self._wait = weakly(wait)
+        self._wait_for_all = weakly(wait_for_all)
+        self._settle = weakly(settle)
+        self._loaded = weakly(loaded)
         self._units: dict[nn.Module, list[Unit]] = {}
         self._reached: set[Unit] = set()
         self._early: list[Unit] = []
@@ -150,7 +150,7 @@ def _outside(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A bound method that does not keep its object alive, and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 

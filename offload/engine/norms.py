@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.gradients import TakenGradient
+from offload.engine.shards import gradient_of, summed_norms
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -93,6 +94,10 @@ class Norms:
         if self.measure:
             self._known.update(zip(gradients, tensor_norms(list(gradients.values())), strict=True))
 
+    def taken_early(self) -> list[Tensor]:
+        """The norms of gradients that have left."""
+        return list(self._known.values())
+
     def left(self, param: nn.Parameter, marker: TakenGradient) -> None:
         """The gradient rests where ``marker`` says."""
         self._sources[param] = marker
@@ -110,7 +115,7 @@ class Norms:
         on_host: Callable[[nn.Parameter], Tensor | None],
         settle: Callable[[], None],
     ) -> list[Tensor]:
-        """Norm of each parameter's gradient, where it was taken or is now, 0-dim.
+        """Norm of each parameter's gradient over all ranks, where it was taken or is now, 0-dim.
 
         Args:
             params: those without a gradient are left out.
@@ -126,7 +131,7 @@ class Norms:
         here: dict[nn.Parameter, Tensor] = {}
         settled = False
         for param in params:
-            gradient = param.grad
+            gradient = gradient_of(param)
             if gradient is None:
                 continue
             norms[param] = gradient  # keeps the order
@@ -151,4 +156,4 @@ class Norms:
                 settled = True
             here[param] = marker.rest
         norms.update(zip(here, tensor_norms(list(here.values()), norm_type), strict=True))
-        return list(norms.values())
+        return summed_norms(norms, norm_type)

@@ -153,13 +153,16 @@ class Pipeline(Worker):
                 self._start()
             self._signal.notify_all()
 
-    def wait(self, unit: Unit) -> None:
-        """Make the current stream wait for a unit's update; blocks the thread until that is queued."""
+    def wait(self, unit: Unit, *, keep: bool = False) -> None:
+        """Make the current stream wait for a unit's update; blocks the thread until that is queued.
+
+        ``keep``: another stream will wait for the same update.
+        """
         with self._signal:
             while self._open[unit] and self._error is None:
                 self._signal.wait()
             self._raise_error()
-            event = self._updated.pop(unit, None)
+            event = self._updated.get(unit) if keep else self._updated.pop(unit, None)
         if event is not None:
             self._runtime.wait(event)
 

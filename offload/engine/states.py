@@ -7,6 +7,7 @@ piece side by side: one copy brings them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.base import Entry
+from offload.engine.base import Entry, state_blocks
 from offload.engine.forecast import Form
 from offload.engine.memory import ALIGNMENT, HostMemory, carve, padded
 from offload.engine.placement import Placement
+from offload.engine.shards import has_blocks, local
 from offload.engine.units import Piece, Slice, components, flat_bytes, rebuild
 
 Move = Callable[[Tensor, Tensor], object]
@@ -78,6 +80,7 @@ class States:
         self._placement = placement
         self._memory = memory
         self._blocks = state_blocks(type(base))
+        self._block = math.lcm(*self._blocks.values())
         self._layouts: dict[Piece, Layout] = {}
         self._own: dict[tuple[Slice, str], Any] = {}  # of a range of a parameter: its copy of what has no ranges
         self._begun: dict[nn.Parameter, set[Slice]] = {}  # ranges that had their first update, if not all at once
@@ -146,7 +149,7 @@ class States:
             of_piece: dict[str, list[tuple[tuple[nn.Parameter, str], Tensor]]] = {}
             for part in piece.slices:
                 for form in forms(part) if part.param.requires_grad else ():
-                    likes = [component.of(part.param) for component in form.components]
+                    likes = [component.of(local(part.param)) for component in form.components]
                     kind = self._rests_on_host(form.key, likes[0], part.name)
                     if kind is None:
                         continue
@@ -257,7 +260,7 @@ class States:
                 continue
             if part.is_whole:
                 state[key] = value
-            elif self._has_ranges(key, value, part.param.shape):
+            elif self._has_ranges(key, value, local(part.param).shape):
                 state[key] = self._range(part, key, value)
             else:
                 if (part, key) not in self._own:
@@ -293,7 +296,15 @@ class States:
             move: brings a created tensor to where it rests.
         """
         entries = {
-            part: Entry(part.group, part.position, part.start, tensor, gradient, self.staged(part, layout, buffer))
+            part: Entry(
+                part.group,
+                part.position,
+                part.first,
+                tensor,
+                gradient,
+                self.staged(part, layout, buffer),
+                has_blocks(part.param, self._block),
+            )
             for part, (tensor, gradient) in tensors.items()
         }
         before = {part: dict(entry.state) for part, entry in entries.items()}
@@ -333,8 +344,9 @@ class States:
 
     def _rest_range(self, part: Slice, key: str, value: Tensor, move: Move) -> None:
         target = self._state(part.param)
-        if not self._has_ranges(key, target.get(key), part.param.shape):
-            whole = torch.empty(self._shape(key, part.param.shape), dtype=value.dtype, device="meta")
+        shape = local(part.param).shape
+        if not self._has_ranges(key, target.get(key), shape):
+            whole = torch.empty(self._shape(key, shape), dtype=value.dtype, device="meta")
             kind = self._rests_on_host(key, whole, part.name)
             if kind is None:
                 target[key] = torch.empty_like(whole, device=value.device)
@@ -395,7 +407,7 @@ class States:
                 for key, value in before.items():
                     if key not in state and self._rests_on_host(key, value, part.name):
                         self._planned[part.param, key] = components(value)  # until it is made again
-                whole = replace(part, start=0, stop=part.param.numel())
+                whole = replace(part, start=0, stop=local(part.param).numel())
                 for key, value in list(state.items()):
                     if (part.param, key) in seen or not isinstance(value, Tensor):
                         continue
@@ -415,12 +427,6 @@ class States:
         """Step counters that torch's optimizers keep on the CPU, whatever device they update."""
         options = self._base.param_groups[group]
         return value.dim() == 0 and key == "step" and not (options.get("fused") or options.get("capturable"))
-
-
-def state_blocks(base_class: type[torch.optim.Optimizer]) -> Mapping[str, int]:
-    """Elements of a parameter for one element of a state, by the state's key; for states that have fewer."""
-    blocks: Mapping[str, int] = getattr(base_class, "state_block", {})
-    return blocks
 
 
 def _copy(value: Any) -> Any:

@@ -20,6 +20,7 @@ from offload.engine.in_flight import InFlight
 from offload.engine.memory import carve, padded
 from offload.engine.pipeline import Job, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.shards import local
 from offload.engine.states import States
 from offload.engine.units import Piece, Slice
 
@@ -212,7 +213,7 @@ class StreamPipeline(Pipeline):
             gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
             created: list[tuple[Tensor, Tensor]] = []
             self._states.update(
-                {part: (part.of(part.param.detach()), gradient) for part, gradient in gradients.items()},
+                {part: (part.of(local(part.param).detach()), gradient) for part, gradient in gradients.items()},
                 lambda entries: self._step(entries, job.groups, job.scale),
                 layout,
                 slot.states,

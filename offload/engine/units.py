@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+from offload.engine.shards import first_element, local
 
 CHUNK_ELEMENTS = 48 * 2**20
 """Elements of the largest piece, unless a single tensor that cannot be cut is larger. A layer of a 7B model is five
@@ -41,7 +44,8 @@ def unit_of(name: str) -> str:
 class Slice:
     """A range of a parameter's elements, in row-major order: ``[start, stop)``; the whole parameter most often.
 
-    ``position`` is the parameter's over all groups.
+    Of a parameter that several ranks share, this rank's part counts as the whole. ``position`` is the parameter's over
+    all groups.
     """
 
     param: nn.Parameter
@@ -53,15 +57,20 @@ class Slice:
 
     @property
     def is_whole(self) -> bool:
-        return self.stop - self.start == self.param.numel()
+        return self.stop - self.start == local(self.param).numel()
 
     @property
     def is_last(self) -> bool:
-        return self.stop == self.param.numel()
+        return self.stop == local(self.param).numel()
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @cached_property
+    def first(self) -> int:
+        """Position of the first element in the parameter that all ranks share."""
+        return first_element(self.param) + self.start
 
     def of(self, tensor: Tensor, block: int = 1) -> Tensor:
         """This range of a tensor of the parameter's shape: the tensor itself, or a flat view of it.
@@ -140,10 +149,10 @@ def _cut(params: Sequence[Member], can_cut: bool | Container[int], block: int, l
     cut: list[list[Slice]] = []
     shared: list[tuple[int, list[Slice]]] = []
     for param, name, group, position in params:
-        count = param.numel()
+        count = local(param).numel()
         if count > largest:
             may_cut = can_cut if isinstance(can_cut, bool) else group in can_cut
-            step = max(largest // block, 1) * block if may_cut and param.is_contiguous() else count
+            step = max(largest // block, 1) * block if may_cut and local(param).is_contiguous() else count
             starts = range(0, count, step)
             cut.extend([[Slice(param, name, group, position, start, min(start + step, count))] for start in starts])
             continue

@@ -20,8 +20,10 @@ from offload.optim.formats import (
     Constants,
     Item,
     Kind,
+    flat,
     param_kind,
     random_key,
+    state_dtype_of,
     state_spec,
     tensor_key,
 )
@@ -134,7 +136,7 @@ class Adam(torch.optim.Optimizer):
         kinds: dict[torch.device, set[Kind]] = defaultdict(set)
         for param in group["params"]:
             if param.device.type != "cpu":
-                kinds[param.device].add(_kind(group, param.dtype, self._coupled))
+                kinds[param.device].add(_kind(_as_for(param, group), param.dtype, self._coupled))
         for device, those in kinds.items():
             gpu.prepare(device, those)
 
@@ -209,14 +211,15 @@ class Adam(torch.optim.Optimizer):
         scale, factor = self._scale(), 1.0
         if scale is not None and "cpu" in {scale.device.type, *(param.device.type for _, _, param, _, _ in trained)}:
             factor, scale = float(scale), None
-        plans: dict[tuple[int, float], _Plan] = {}
+        plans: dict[tuple[int, float, bool], _Plan] = {}
         copied: list[tuple[Tensor, Tensor]] = []
         by_device: dict[torch.device, list[Item]] = defaultdict(list)
         for (index, position, param, grad, state), step in zip(trained, steps, strict=True):
-            key = index, step.item()
+            key = index, step.item(), "exp_avg_scale" in state
             plan = plans.get(key)
             if plan is None:
-                plan = plans[key] = _Plan(self.param_groups[index], int(key[1]), self._coupled, factor)
+                group = _as_for(param, self.param_groups[index])
+                plan = plans[key] = _Plan(group, int(key[1]), self._coupled, factor)
             by_device[param.device].append(plan.item(param, grad, state, position, copied))
         for device, items in by_device.items():
             if device.type == "cpu":
@@ -238,7 +241,8 @@ class Adam(torch.optim.Optimizer):
         if not state:
             # Whatever the default dtype is: bf16 counts to 256 only.
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            spec = state_spec(param.dtype, param.numel(), group["state_dtype"], group["master"])
+            state_dtype = state_dtype_of(param, group["state_dtype"])
+            spec = state_spec(param.dtype, param.numel(), state_dtype, group["master"])
             for key, dtype in spec.items():
                 if key in STATE_BLOCK:
                     like = param.new_empty(-(-param.numel() // BLOCK), dtype=dtype)
@@ -352,7 +356,7 @@ class _Plan:
     ) -> Item:
         """What a kernel needs to know of the parameter at a position over all groups.
 
-        ``copied`` gains a parameter that is not dense, with the copy that is updated in its place.
+        ``copied`` gains what is updated in a copy: a parameter that is not dense, tensors that begin within a block.
         """
         values = param
         is_contiguous = param.is_contiguous()
@@ -364,7 +368,7 @@ class _Plan:
         if not is_alike or grad.dtype != dtype:
             grad = torch.empty_like(values).copy_(grad)
         position, start = getattr(param, "offload_range", (position, 0))
-        return Item(
+        item = Item(
             self._kinds[dtype],
             values,
             grad,
@@ -377,6 +381,8 @@ class _Plan:
             *(self._keys(position) if self._is_random else (0, 0)),
             self._constants,
         )
+        lead = 0 if self._is_coded else start % BLOCK
+        return item if lead == 0 else _from_block(item, lead, copied) if self._is_random else item._replace(start=0)
 
     def _keys(self, position: int) -> tuple[int, int]:
         """``key_param`` and ``key_v``; 0 where nothing is random."""
@@ -411,6 +417,28 @@ def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constan
         eps_before=eps * math.sqrt(1 - beta2 ** (step - 1)),
         has_ratios=float(group["codes"] == codes.RATIOS),
     )
+
+
+def _as_for(param: Tensor, group: Group) -> Group:
+    """A group whose ``state_dtype`` is that of one of its parameters."""
+    state_dtype = state_dtype_of(param, group["state_dtype"])
+    return group if state_dtype == group["state_dtype"] else {**group, "state_dtype": state_dtype}
+
+
+def _from_block(item: Item, lead: int, copied: list[tuple[Tensor, Tensor]]) -> Item:
+    """An item over copies behind ``lead`` elements that are nobody's, so that it begins where a block does.
+
+    ``copied`` gains them, ahead of copies that they are copies of.
+    """
+    copies = {}
+    for name in ("param", "grad", "exp_avg", "exp_avg_sq", "remainder"):
+        tensor = getattr(item, name)
+        if tensor is not None:
+            copies[name] = tensor.new_zeros(lead + tensor.numel())
+            copies[name][lead:] = flat(tensor)
+            if name != "grad":
+                copied.insert(0, (flat(tensor), copies[name][lead:]))
+    return item._replace(start=item.start - lead, **copies)
 
 
 def _is_dense(tensor: Tensor) -> bool:

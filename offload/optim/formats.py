@@ -114,6 +114,17 @@ class Item(NamedTuple):
     constants: Constants
 
 
+def state_dtype_of(param: Tensor, state_dtype: str) -> str:
+    """In what the moments of a parameter are kept where its group says ``state_dtype``.
+
+    fp32 for 8 bits, where several ranks share the parameter and cut it within blocks (an attribute
+    ``offload_has_blocks`` of it, which is False then): norms, biases, and matrices whose rows are no whole number of
+    blocks. So scales belong to one rank, and results do not depend on how many there are.
+    """
+    is_coded = state_dtype in ("int8", "fp8")
+    return "fp32" if is_coded and not getattr(param, "offload_has_blocks", True) else state_dtype
+
+
 def param_kind(dtype: torch.dtype, master: str) -> str:
     """How a parameter of a dtype is stored under a choice of master."""
     if dtype == torch.float32:

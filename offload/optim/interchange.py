@@ -18,6 +18,7 @@ from offload.optim.formats import (
     join_master,
     remainder_like,
     remainder_of,
+    state_dtype_of,
     state_spec,
 )
 
@@ -144,6 +145,13 @@ def loaded(
     return state, groups
 
 
+def decoded(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of a packed optimizer with its moments in fp32; the rest as it is."""
+    m, v = _moments(state, group)
+    others = {key: value for key, value in state.items() if key not in STATE_BLOCK}
+    return {**others, "exp_avg": m, "exp_avg_sq": v}
+
+
 def _plain(state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor | None) -> dict[str, Tensor]:
     m, v = _moments(state, group)
     plain = {"step": state["step"].clone(), "exp_avg": m, "exp_avg_sq": v}
@@ -176,8 +184,9 @@ def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _coded(state: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """8-bit moments in the order in which ``codes`` takes them."""
-    return flat(state["exp_avg"]), state["exp_avg_scale"], flat(state["exp_avg_sq"]), state["exp_avg_sq_scale"]
+    """8-bit moments in the order in which ``codes`` takes them; scales are matrices where ranks shared a parameter."""
+    scales = [state[key].reshape(-1) for key in ("exp_avg_scale", "exp_avg_sq_scale")]
+    return flat(state["exp_avg"]), scales[0], flat(state["exp_avg_sq"]), scales[1]
 
 
 def _packed(
@@ -197,7 +206,8 @@ def _packed(
             f"the state to load has shape {tuple(shape)}, expected {tuple(param.shape)}: it was saved for other "
             "parameters or in another order"
         )
-    step, state_dtype = float(saved["step"]), group["state_dtype"]
+    saved = {**saved, **{key: saved[key].reshape(-1) for key in STATE_BLOCK if key in saved}}
+    step, state_dtype = float(saved["step"]), state_dtype_of(param, group["state_dtype"])
     spec = state_spec(param.dtype, param.numel(), state_dtype, group["master"])
     state: dict[str, Any] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
     for key, dtype in spec.items():

@@ -94,6 +94,7 @@ class SimulatedAccelerator:
         memory: bytes of the device, which ``scale`` does not change; None for a device without limit.
         launch_queue: launches that a stream holds and that have not begun, where launches take time
             (:attr:`Rates.launch`); a thread waits before it adds another.
+        streams: names of further streams, which a library has made (see :meth:`on`).
 
     Attributes:
         memory: the device's memory: what is allocated, what was at most, and :meth:`~CachingAllocator.reset_peak`.
@@ -119,6 +120,7 @@ class SimulatedAccelerator:
         scale: float = 1.0,
         memory: int | None = None,
         launch_queue: int = LAUNCH_QUEUE,
+        streams: Sequence[str] = (),
     ) -> None:
         self.rates = rates or Rates()
         self.scale = scale
@@ -126,7 +128,7 @@ class SimulatedAccelerator:
         self.pins: list[Pin] = []
         self.copied_bytes: dict[str, int] = {"down": 0, "up": 0}
         self._threads = Threads(order, lambda thread: _Watch(self, thread))
-        self._streams = Streams(STREAMS, self._threads, self.rates, launch_queue)
+        self._streams = Streams((*STREAMS, *streams), self._threads, self.rates, launch_queue)
         self.trace: list[Span] = self._streams.trace
         self.host_waits: list[tuple[str, str]] = self._streams.host_waits
         self._ledger = Ledger(self._made, self._freed)
@@ -281,6 +283,17 @@ class SimulatedAccelerator:
         stream = self._streams["compute"]
         stream.open_span = None
         self._streams.work(stream, thread, seconds, name, launches=launches)
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Inside, a stream is this thread's current one."""
+        thread = self._threads.point()
+        self._streams[stream]  # KeyError for none
+        thread.updating.append(Block(stream, stream))
+        try:
+            yield
+        finally:
+            thread.updating.pop()
 
     @contextmanager
     def launching_on(self, stream: str) -> Iterator[None]:
@@ -469,7 +482,7 @@ class SimulatedAccelerator:
         known = self._threads.clocks()
         if not memory.on_host:
             known.append(self._streams[memory.stream].clock)
-        access = memory.still_used(*known)
+        access = memory.still_used(*known, streams=self._streams)
         if access is not None and thread.failure is None:
             thread.failure = RaceError(
                 f"memory was freed while `{access.agent}` still uses it: keep it until an event that is recorded "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -104,17 +104,18 @@ class Memory:
         else:
             self.over.join(clock)
 
-    def still_used(self, *known: Clock) -> Access | None:
+    def still_used(self, *known: Clock, streams: Container[str] = STREAMS) -> Access | None:
         """An access that a device may not have done yet when the memory is freed.
 
         Args:
+            streams: the device's.
             known: what the freeing thread knows to be done, and, for device memory, what the stream for which it was
                 allocated waits for.
         """
         for access in self.accesses:
             # Threads' own accesses are over, and host memory is in use by copies alone: another operation that reads
             # it keeps it by itself, as torch's allocator of page-locked memory does.
-            if access.agent not in (COPY_STREAMS if self.on_host else STREAMS):
+            if access.agent not in (COPY_STREAMS if self.on_host else streams):
                 continue
             clocks = known if self.over is None else (*known, self.over)
             if not any(access.epoch <= clock.get(access.agent, 0) for clock in clocks):

@@ -116,7 +116,7 @@ class Streams:
     def __getitem__(self, name: str) -> Stream:
         return self._all[name]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._all
 
     @property

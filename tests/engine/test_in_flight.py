@@ -54,6 +54,28 @@ def test_a_gradient_counts_until_its_event_is_done() -> None:
     assert held.peak == 80
 
 
+def test_views_of_one_buffer_count_until_the_last_is_released() -> None:
+    """FSDP2 hands out the gradients of a layer as views of what it has reduced."""
+    held = InFlight(HostRuntime(), limit=1000)
+    buffer = torch.ones(25)  # 100 bytes, of which five elements pad the views
+    first, second, third = buffer[:10], buffer[10:20], torch.ones(5)
+    for gradient in (first, second, third):
+        held.hold(gradient)
+    assert held.peak == 120
+    held.submit([first, second, third])
+    held.limit = 100
+    events = [Point(), Point(), Point()]
+    for gradient, event in zip((first, third, second), events, strict=True):
+        held.release([gradient], event)
+    held.wait()  # the first view's end frees nothing
+    assert [event.done for event in events] == [True, True, False]
+    held.limit = 0
+    held.wait()
+    assert events[2].done
+    held.hold(second)
+    assert held.peak == 120
+
+
 def test_waits_for_the_oldest_only_as_long_as_it_must() -> None:
     held, events = InFlight(HostRuntime(), limit=100), [Point(), Point(), Point()]
     for event in events:

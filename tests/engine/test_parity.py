@@ -23,6 +23,7 @@ from offload.engine.base import Snapshots
 from offload.engine.engine import Engine
 from offload.engine.gradients import TakenGradient
 from offload.engine.pipeline import Gradient
+from offload.engine.shards import LocalParameters
 from offload.engine.units import Slice
 from offload.errors import UserError
 from tests.engine.parity_cases import (  # type: ignore[import-not-found]
@@ -403,8 +404,8 @@ def stale_gradient(patch: pytest.MonkeyPatch) -> None:
         return stale
 
     @contextmanager
-    def gradients_in_place(engine: Engine, base: torch.optim.Optimizer) -> Iterator[None]:
-        with in_place(engine, base):
+    def gradients_in_place(engine: Engine, base: torch.optim.Optimizer, parts: LocalParameters) -> Iterator[None]:
+        with in_place(engine, base, parts):
             for param in engine._pieces:
                 if param.grad is not None:
                     mine = param.grad.clone()

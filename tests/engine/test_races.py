@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import offload.engine.accumulation
 import offload.engine.engine
+import offload.engine.fsdp
 import offload.engine.gradients
 import offload.engine.host
 import offload.engine.in_flight
@@ -49,6 +50,7 @@ MODULES = (
     offload.engine.accumulation,
     offload.engine.engine,
     offload.engine.model,
+    offload.engine.fsdp,
     offload.engine.norms,
     offload.engine.gradients,
     offload.optimizer,
@@ -694,6 +696,9 @@ ELSEWHERE = {
     "'gradient down').synchronize()",
     "engine.py:Engine._on_the_host:after[self._runtime.record()]",
     "optimizer.py:OffloadOptimizer._switch:self.synchronize()",
+    # Needs FSDP2 and its streams: tests/distributed/test_races.py.
+    "fsdp.py:AllGatherWaits._watched.wait_and_unshard:self._wait(unit)",
+    "engine.py:Engine.wait_to_gather:self._worker.wait(unit, keep=True)",
     # Units that are not seen to be waited for wait at the start of the forward instead: values are right, the overlap
     # is lost. tests/engine/test_model_waits.py::test_each_forward_waits_for_its_own_unit_only asserts that it is there.
     "model.py:ModelWaits._watch.wait_and_call:call(module)",

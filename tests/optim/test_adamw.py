@@ -309,6 +309,33 @@ def test_ranges_of_a_tensor_and_threads_change_no_bit(state: str, master: str) -
             assert torch.equal(value, torch.cat([apart.state[part][key] for part in ranges])), key
 
 
+@pytest.mark.parametrize(("state", "master"), [each for each in FORMATS if each[0] in ("fp32", "bf16")])
+@pytest.mark.parametrize("shape", [(1000,), (10, 100)])
+def test_ranges_may_begin_anywhere_where_there_are_no_blocks(state: str, master: str, shape: tuple[int, ...]) -> None:
+    """As shards of a vector do, or of a matrix with short rows."""
+    whole, cut = weights(*shape), weights(*shape)
+    together = offload.optim.AdamW([whole], state_dtype=state, master=master)
+    apart = offload.optim.AdamW([cut], state_dtype=state, master=master)
+    steps = gradients(3, *shape)
+    train(together, [whole], steps)
+    ranges = []
+    for start, stop in ((0, 301), (301, 302), (302, 556), (556, 556), (556, 1000)):
+        part = nn.Parameter(cut.detach().view(-1)[start:stop])
+        part.offload_range = (0, start)  # type: ignore[attr-defined]
+        ranges.append((start, stop, part))
+    apart.param_groups[0]["params"] = [part for _, _, part in ranges]
+    for step in steps:
+        kept = step.clone()
+        for start, stop, part in ranges:
+            part.grad = step.view(-1)[start:stop]
+        apart.step()
+        assert torch.equal(step, kept)
+    assert torch.equal(whole, cut)
+    for key, value in together.state[whole].items():
+        if key != "step":
+            assert torch.equal(value.view(-1), torch.cat([apart.state[part][key] for _, _, part in ranges])), key
+
+
 def test_random_bits_are_uniform_and_belong_to_one_place() -> None:
     """Other bits for each element, step, parameter and purpose; not a shift of those of another."""
     device = torch.device("cpu")

@@ -14,6 +14,7 @@ from torch import nn
 from offload.errors import UserError, first_line
 from offload.models.huggingface import quantized
 from offload.models.huggingface.attention import check_attention, not_usable
+from offload.models.huggingface.folder import check_is_models
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
 from offload.paths import expanded
@@ -57,6 +58,7 @@ def from_pretrained(
         )
     check_attention(attn_implementation, device, dtype)
     folder = expanded(path, "model.path").absolute()
+    check_is_models(str(path), folder)
     _check_folder(folder)
     arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
     if load_in_4bit and device.type == "meta":
@@ -152,22 +154,6 @@ def _make_apart(model: nn.Module, *, copies: bool) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise UserError(f"model.path: {folder} is a file: give the folder that it lies in, model.path={folder.parent}")
-    if not folder.is_dir():
-        owner, name = folder.parts[-2:] if len(folder.parts) > 2 else ("OWNER", "MODEL")
-        is_repository = folder == Path.cwd() / owner / name  # as it is called on the Hub
-        raise UserError(
-            f"model.path: there is no folder {folder}: download it with `tune download {owner}/{name}`, and give "
-            f"model.path=~/models/{name}"
-            if is_repository
-            else f"model.path: there is no folder {folder}: download one with "
-            f"`tune download OWNER/MODEL --output-dir {folder}`"
-        )
-    if not (folder / "config.json").is_file():
-        inside = [path.parent for path in sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)]
-        hint = f": did you mean model.path={inside[-1]}?" if inside else ": it is not a model in Hugging Face's format"
-        raise UserError(f"model.path: {folder} has no config.json{hint}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

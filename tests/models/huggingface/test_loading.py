@@ -72,6 +72,50 @@ def test_no_config(folder: Path) -> None:
     refused(folder, r"has no config\.json")
 
 
+def test_a_file_of_the_folder(folder: Path) -> None:
+    refused(
+        folder / "model.safetensors",
+        rf"model\.safetensors is a file: give the folder that it lies in, model\.path={folder}$",
+    )
+
+
+def test_a_folder_whose_name_is_misspelt(folder: Path) -> None:
+    refused(folder.with_name("modle"), rf"there is no folder .*modle: did you mean model\.path={folder}\?$")
+
+
+def test_a_folder_of_folders(folder: Path, tmp_path: Path) -> None:
+    """Of models, of a run's checkpoints, of the Hub's cache."""
+    refused(tmp_path, rf"{tmp_path} has no config\.json: did you mean model\.path={folder}\?$")
+    cache = tmp_path / "cache" / "models--me--mine"
+    shutil.copytree(folder, cache / "snapshots" / "abc")
+    refused(cache, rf"did you mean model\.path={cache / 'snapshots' / 'abc'}\?$")
+
+
+def test_an_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    refused(folder, "holds an adapter: give the folder of the model")
+
+
+def test_a_name_on_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is fetched that nobody asked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    refused(
+        Path("Qwen/Qwen3-0.6B"),
+        r"there is no folder .*: download it with `tune download Qwen/Qwen3-0\.6B`, and give "
+        r"model\.path=~/models/Qwen3-0\.6B$",
+    )
+    shutil.copytree(folder, tmp_path / "home" / "models" / "Qwen3-0.6B")
+    refused(Path("Qwen/Qwen3-0.6B"), r"did you mean model\.path=~/models/Qwen3-0\.6B\?$")
+
+
+@pytest.mark.parametrize("written", ["model", "./model/", "~/model", "~/model/"])
+def test_ways_to_write_a_folder(written: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert from_pretrained(written, device=CPU, dtype=torch.float32).name_or_path == str(folder)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"llama"', "\x00"])
 def test_a_broken_config(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)

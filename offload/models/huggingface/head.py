@@ -98,10 +98,11 @@ class Head:
         was_training = self._model.training
         self._model.eval()
         try:
-            expected = self._logits(tokens)
             half = tokens.shape[1] // 2
             others = torch.cat([tokens[:, :half], tokens[:, :half]], dim=1)
-            if _relative(self._logits(others)[:, :half] - expected[:, :half], expected) > LOOKS_AHEAD:
+            tokens = torch.cat([tokens, others])
+            expected: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            if _relative(expected[1, :half] - expected[0, :half], expected) > LOOKS_AHEAD:
                 raise UserError(
                     f"model.path: {type(self._model).__name__} looks ahead: what it says of a token depends on the "
                     "tokens after it, so it cannot be trained to predict them (an encoder? set is_decoder in its "
@@ -120,10 +121,6 @@ class Head:
             return False
         finally:
             self._model.train(was_training)
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
-        return logits
 
     @contextmanager
     def _standing_in(self, answer: Change) -> Iterator[list[Tensor]]:
@@ -155,9 +152,10 @@ def _known_changes(config: Any) -> list[Change]:
     divisor = getattr(config, "logits_scaling", None)  # Granite
     if divisor:
         changes.append(lambda logits: logits / divisor)
-    multiplier = getattr(config, "lm_head_multiplier", None)  # Falcon H1
-    if multiplier:
-        changes.append(lambda logits: logits * multiplier)
+    for key in ("lm_head_multiplier", "output_multiplier"):  # Falcon H1, Muse Glimmer
+        multiplier = getattr(config, key, None)
+        if multiplier:
+            changes.append(partial(torch.mul, other=multiplier))
     for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, Griffin, xLSTM
         cap = getattr(config, key, None)
         if cap:

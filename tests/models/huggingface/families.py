@@ -185,6 +185,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "gemma4": {"vision_config": {"global_head_dim": 8}},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "youtu": {"pad_token_id": None},  # transformers zeroes the padding token's embedding whenever it loads one
     "minicpm3": {"dim_model_base": 16},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},

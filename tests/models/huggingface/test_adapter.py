@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from offload import OffloadOptimizer
+from offload.checkpoints.manager import CheckpointManager
 from offload.errors import UserError
 from offload.models.huggingface import AdaptedModel, from_pretrained
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from tests.conftest import ThreadedRuntime  # type: ignore[import-not-found]
 from tests.models.huggingface import families  # type: ignore[import-not-found]
-from tests.models.huggingface.test_families import batch, fused_loss, trained  # type: ignore[import-not-found]
+from tests.models.huggingface.test_families import batch, fused_loss, offloaded, trained  # type: ignore[import-not-found]
 
 CPU = torch.device("cpu")
 
@@ -24,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_dora": True},
     "rslora": {"r": 4, "target_modules": r".*\.(q_proj|down_proj)", "use_rslora": True},
     "ranks": {"r": 4, "target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 2}},
+    "alphas": {"r": 4, "target_modules": r".*layers\.1\..*_proj", "alpha_pattern": {"o_proj": 32}},
     "head": {"r": 4, "target_modules": ["q_proj", "lm_head"]},
     "saved": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
@@ -89,6 +92,65 @@ def test_only_the_adapter_trains_and_as_plain_adamw_does(folder: Path, kind: str
         assert torch.equal(param, expected), name
     for name, param in model.module.named_parameters():
         assert name not in base or torch.equal(param, base[name]), name
+
+
+def test_patterns_of_rank_and_alpha_reach_the_layers_that_they_name(folder: Path) -> None:
+    layers = dict(adapted(folder, "ranks").module.named_modules())
+    assert layers["base_model.model.model.layers.0.self_attn.o_proj"].r == {"default": 2}
+    assert layers["base_model.model.model.layers.0.self_attn.q_proj"].r == {"default": 4}
+    module = adapted(folder, "alphas").module
+    scaling = {name: layer.scaling["default"] for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
+    assert scaling["base_model.model.model.layers.1.self_attn.o_proj"] == 32 / 4
+    assert scaling["base_model.model.model.layers.1.mlp.up_proj"] == 8 / 4
+    assert not [name for name in scaling if "layers.0" in name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_adapter_ends_bit_for_bit_as_an_unbroken_one(
+    folder: Path, kind: str, tmp_path: Path, threaded: ThreadedRuntime
+) -> None:
+    """Four steps under ``stream`` in backward, and the same through a checkpoint after two: weights and states."""
+
+    def ready() -> tuple[AdaptedModel, OffloadOptimizer]:
+        model = adapted(folder, kind)
+        model.module.train()
+        return model, offloaded(model, "stream")
+
+    def train(model: AdaptedModel, optimizer: OffloadOptimizer, steps: Sequence[int]) -> None:
+        for step in steps:
+            fused_loss(model, *batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+
+    whole, first = ready(), ready()
+    train(*whole, range(4))
+    train(*first, range(2))
+    model, optimizer = first
+    manager = CheckpointManager(HuggingFaceFormat(folder), tmp_path / "run")
+    manager.save(
+        2,
+        model=None,
+        adapter=model.adapter_weights(),
+        adapter_config=model.adapter_config(),
+        recipe_state={"optimizer": optimizer.state_dict()},
+    )
+    found = manager.load_newest()
+    assert found is not None and found[1].adapter is not None
+    model = adapted(folder, kind)
+    model.load_adapter(found[1].adapter)
+    model.module.train()
+    optimizer = offloaded(model, "stream")
+    optimizer.load_state_dict(found[1].recipe_state["optimizer"])
+    train(model, optimizer, range(2, 4))
+
+    for (name, param), (_, expected) in zip(trained(model.module), trained(whole[0].module), strict=True):
+        assert torch.equal(param, expected), name
+    states, expected_states = optimizer.state_dict()["state"], whole[1].state_dict()["state"]
+    assert states and states.keys() == expected_states.keys()
+    for index, state in states.items():
+        for key, value in state.items():
+            assert torch.equal(value, expected_states[index][key]), (index, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)

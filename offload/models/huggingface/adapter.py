@@ -144,7 +144,7 @@ class _Merged(Mapping[str, Tensor]):
         for name, module in model.named_modules():
             if name.startswith(inside) and inside:
                 continue
-            plain = clean_name(name).removeprefix(_PREFIX)
+            own_name = clean_name(name).removeprefix(_PREFIX)
             if id(module) in self._adapted:
                 inside = (*inside, f"{name}.")
                 owned: nn.Module = module.get_base_layer()
@@ -156,7 +156,7 @@ class _Merged(Mapping[str, Tensor]):
             recurse = owned is not module
             for attribute, _ in [*owned.named_parameters(recurse=recurse), *_persistent(owned, recurse)]:
                 source = module if id(module) in self._adapted else owned
-                self._of[f"{plain}.{attribute}" if plain else attribute] = (source, attribute)
+                self._of[f"{own_name}.{attribute}" if own_name else attribute] = (source, attribute)
 
     @property
     def nbytes(self) -> int:
@@ -188,8 +188,17 @@ def _merged_layer(layer: Any, attribute: str) -> Tensor:
     copied = copy.deepcopy(layer)
     if is_in_4bit(copied.get_base_layer()):
         return _merged_with_4bit(copied, attribute)
-    copied.merge()
+    _merge(copied)
     return plain(_get(copied.get_base_layer(), attribute))
+
+
+def _merge(layer: Any) -> None:
+    """Merge an adapter and those inside it: peft nests one for each parameter of a module of experts."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(layer.base_layer, BaseTunerLayer):
+        _merge(layer.base_layer)
+    layer.merge()
 
 
 def _merged_with_4bit(layer: Any, attribute: str) -> Tensor:

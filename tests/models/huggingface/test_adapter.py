@@ -210,6 +210,27 @@ def test_merging_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(input_ids=batch(0)[0]).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_merging_experts(tmp_path: Path) -> None:
+    """peft puts an adapter around each fused parameter, one inside the other."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    families.save("qwen3_moe", tmp_path / "base")
+    torch.manual_seed(0)
+    base = from_pretrained(tmp_path / "base", device=CPU, dtype=torch.float32)
+    model = AdaptedModel(base, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for _, param in trained(model.module):
+            param.add_(torch.randn_like(param), alpha=0.1)
+    assert any(".experts." in name for name in model.adapter_weights())
+    expected = logits_of(model)
+    model.save(tmp_path / "merged", model.merged_weights(), max_shard_bytes=2**30)
+    assert torch.equal(logits_of(model), expected)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=batch(0)[0]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_does_not_fit_is_one_line(folder: Path) -> None:
     from peft import LoraConfig
 

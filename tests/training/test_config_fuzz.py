@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
 import string
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,15 +250,30 @@ WRITES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.tr
 
 
 class Watch:
-    """Notes what a check must not do. An audit hook stays until the process ends, so there is one, switched off."""
+    """Notes what a check must not do, in its own thread or one that it starts.
+
+    Threads that ran before are of other tests: a logger's that was given up, a library's. An audit hook stays until the
+    process ends, so there is one, switched off.
+    """
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.is_on = False
+        self._is_on = False
+        self._others: frozenset[int] = frozenset()
         sys.addaudithook(self._hear)
 
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        self.seen = []
+        self._others = frozenset(sys._current_frames()) - {threading.get_ident()}
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.is_on:
+        if not self._is_on or threading.get_ident() in self._others:
             return
         if event in RUNS:
             self.seen.append(f"{event} {arguments!r:.200}")
@@ -272,6 +289,34 @@ class Watch:
 @pytest.fixture(scope="module")
 def watch() -> Watch:
     return Watch()
+
+
+def write(path: str) -> None:
+    os.close(os.open(path, os.O_RDWR))
+
+
+def test_the_watch_sees_the_check_and_its_threads_alone(watch: Watch) -> None:
+    begins, ends = threading.Event(), threading.Event()
+
+    def earlier() -> None:
+        begins.wait()
+        write(os.devnull)
+        ends.set()
+
+    other = threading.Thread(target=earlier)
+    other.start()
+    with watch.on():
+        begins.set()
+        assert ends.wait(10)
+    other.join()
+    assert watch.seen == []
+    with watch.on():
+        own = threading.Thread(target=write, args=(os.devnull,))
+        own.start()
+        own.join()
+        write(os.devnull)
+    write(os.devnull)
+    assert watch.seen == [f"open {os.devnull!r}"] * 2
 
 
 class TooLong(BaseException):
@@ -336,6 +381,7 @@ def test_every_input_is_taken_or_refused_without_effects(
     recipe = load_recipe(registry.our_recipes()["full_finetune_single_device"]).FullFinetuneRecipeSingleDevice
     path = tmp_path / "config.yaml"
     path.write_text(BASE)
+    gc.collect()  # what earlier tests left closes, stops and deletes itself
     with installed_only(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert outcome(path, [], recipe) == "taken"  # and everything that it needs is imported
@@ -345,11 +391,8 @@ def test_every_input_is_taken_or_refused_without_effects(
         for _ in range(number):
             content, words = generate(draw)
             path.write_bytes(content)
-            watch.seen, watch.is_on = [], True
-            try:
+            with watch.on():
                 result = outcome(path, words, recipe)
-            finally:
-                watch.is_on = False
             if watch.seen or result not in ("taken", "refused"):
                 wrong.append(f"{result} {watch.seen} for {words or content!r:.3000}")
             found[result] = found.get(result, 0) + 1

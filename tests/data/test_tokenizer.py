@@ -291,3 +291,17 @@ def test_paths_that_are_wrong(byte_level, tmp_path):
     for build, expected in wrong:
         with pytest.raises(UserError, match=expected):
             build()
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (None, ["</s>"]),
+        ("llama31", ["</s>", "<|eot_id|>"]),
+        ("harmony", ["</s>", "<|call|>", "<|return|>"]),  # and not <|end|>, which ends what it thinks
+        ("glm", ["</s>", "<|user|>", "<|observation|>"]),
+    ],
+)
+def test_what_ends_an_answer(chat_tokenizer, template, ends):
+    tokenizer = chat_tokenizer(template)
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.stop_tokens) == ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from offload.data.labels import shift_labels
 from offload.data.packing import packed
 from offload.errors import UserError
-from offload.models.huggingface import HuggingFaceModel
+from offload.models.huggingface import AdaptedModel, HuggingFaceModel
 from offload.models.huggingface.packs import Packs
 from offload.training.loss import LinearCrossEntropyLoss
 from tests.models.huggingface import families  # type: ignore[import-not-found]
@@ -68,17 +69,35 @@ def compare(model: HuggingFaceModel) -> float:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_gradients_are_those_of_the_documents_alone(family: str) -> None:
+def test_gradients_are_those_of_the_documents_alone(
+    family: str, record_property: Callable[[str, object], None]
+) -> None:
     """fp32; sums of some hundred products in another order, within 2e-5 of a tensor's largest gradient."""
     model = HuggingFaceModel(families.make(family).eval())  # without dropout
     if family in REFUSED:
         with pytest.raises(UserError, match="does not keep the documents of a pack apart .* dataset.packed=False"):
             model.check_packs()
+        record_property("outcome", "refused")
         return
     if family in MASKED:
         assert compare(model) > 1e-2
     model.check_packs()
     assert compare(model) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
+def test_under_an_adapter(family: str) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = AdaptedModel(HuggingFaceModel(families.make(family).eval()), config)
+    if family in REFUSED:
+        with pytest.raises(UserError, match="Lfm2ForCausalLM does not keep the documents of a pack apart"):
+            model.check_packs()
+    else:
+        model.check_packs()
+        model.module.eval()
+        assert compare(model) < 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

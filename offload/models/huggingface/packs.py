@@ -7,7 +7,6 @@ convolutions have no mask at all. No list says which: a trial does.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from offload.errors import UserError
 
-LENGTHS = ((7, 5), (4, 8))
+LENGTHS = ((14, 10), (8, 16))
 """Tokens of the trial's documents, in each row; more than a convolution's kernel or a tiny sliding window."""
 APART = 1e-5
 """How far logits may move that should stay, relative to the largest, in fp32."""
@@ -25,6 +24,10 @@ APART_16_BIT = 1e-3
 NOISE, MOST_NOISE = 4.0, 2**-5
 """A model's experts get other numbers of tokens when another row changes: so many times that is taken for noise, up to
 a limit."""
+
+
+PLACE, PLACE_16_BIT = 1e-5, 0.05
+"""How far a document's logits may move with its place in a pack, as a norm: kernels sum in another order there."""
 
 
 class Packs:
@@ -68,9 +71,8 @@ class Packs:
         self._model.eval()
         try:
             for self._makes_masks in (False, True):
-                with contextlib.suppress(TypeError, ValueError, AttributeError):  # from classes that take neither
-                    if self._keeps_apart():
-                        return
+                if self._keeps_apart():
+                    return
         finally:
             self._model.train(was_training)
         base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
@@ -85,10 +87,39 @@ class Packs:
         return "flash" in str(self._model.config._attn_implementation)
 
     def _keeps_apart(self) -> bool:
-        device = next(self._model.parameters()).device
-        vocabulary = self._model.config.get_text_config().vocab_size
-        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]).to(device)
-        tokens = torch.arange(positions.numel(), device=device).reshape(positions.shape) * 3 % vocabulary
+        if getattr(self._model.config.get_text_config(), "index_topk", None):
+            return False  # DeepSeek's sparse attention chooses the tokens to attend to among those of a whole row
+        try:
+            return self._is_told_positions() and self._sees_no_other()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # classes that take no positions, or other masks, fail in as many ways
+            return False
+
+    def _is_told_positions(self) -> bool:
+        """Whether the model counts from 0 by itself, and a document's place in a pack changes nothing."""
+        first, second = self._tokens()[0].split(LENGTHS[0])
+        alone = self._model(input_ids=first[None], use_cache=False).logits
+        counted = self._logits(first[None], torch.arange(len(first), device=first.device)[None])
+        forth, back = (self._in_order(*order) for order in ((first, second), (second, first)))
+        moved = float((forth - back.roll(len(first), 1)).float().norm() / forth.float().norm())
+        is_exact = alone.dtype == torch.float32
+        return _relative(counted - alone, alone) <= (APART if is_exact else APART_16_BIT) and moved <= (
+            PLACE if is_exact else PLACE_16_BIT
+        )
+
+    def _in_order(self, *documents: Tensor) -> Tensor:
+        positions = torch.cat([torch.arange(len(one), device=one.device) for one in documents])
+        return self._logits(torch.cat(documents)[None], positions[None])
+
+    def _tokens(self) -> Tensor:
+        count = sum(LENGTHS[0])
+        tokens = torch.arange(len(LENGTHS) * count, device=next(self._model.parameters()).device)
+        return ((tokens * 5 + 7) % self._model.config.get_text_config().vocab_size).reshape(-1, count)
+
+    def _sees_no_other(self) -> bool:
+        tokens = self._tokens()
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]).to(tokens.device)
         first = LENGTHS[0][0]
         expected = self._logits(tokens, positions)
         # No token sees a later one, and no row another: what moves the first row when the second changes is noise.
@@ -101,8 +132,7 @@ class Packs:
         """How far the logits at one place move, relative to the largest, when tokens at another are others."""
         others = tokens.clone()
         others[changed] = (others[changed] + 1) % self._model.config.get_text_config().vocab_size
-        difference = (self._logits(others, positions) - expected)[looked_at]
-        return float(difference.float().abs().max()) / max(float(expected.float().abs().max()), 1e-30)
+        return _relative((self._logits(others, positions) - expected)[looked_at], expected)
 
     def _logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         inputs = {"tokens": tokens, "input_pos": positions}
@@ -120,3 +150,7 @@ class Packs:
             past_key_values=None,
             position_ids=positions,
         )
+
+
+def _relative(difference: Tensor, of: Tensor) -> float:
+    return float(difference.float().abs().max()) / max(float(of.float().abs().max()), 1e-30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,12 @@ from tests.models.huggingface import families  # type: ignore[import-not-found]
 
 # Layers that carry a state along, or that see the tokens before by a convolution; Bloom numbers tokens by a mask.
 REFUSED = {"bamba", "bloom", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "mamba2", "qwen3_next"}
+# Those that configs are for, and others of many kinds; the rest may be either, as the trial finds.
+ACCEPTED = {
+    *("cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4", "gpt2", "gpt_oss"),
+    *("granite", "llama", "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+}
 # transformers makes their masks without looking at positions.
 MASKED = {"gpt_oss", "opt"}
 
@@ -72,17 +79,19 @@ def compare(model: HuggingFaceModel) -> float:
 def test_gradients_are_those_of_the_documents_alone(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """fp32; sums of some hundred products in another order, within 2e-5 of a tensor's largest gradient."""
+    """Or packs are refused. fp32: sums of some hundred products in another order, 5e-5 of the largest gradient."""
     model = HuggingFaceModel(families.make(family).eval())  # without dropout
-    if family in REFUSED:
-        with pytest.raises(UserError, match="does not keep the documents of a pack apart .* dataset.packed=False"):
-            model.check_packs()
-        record_property("outcome", "refused")
-        return
     if family in MASKED:
         assert compare(model) > 1e-2
-    model.check_packs()
-    assert compare(model) < 2e-5
+    try:
+        model.check_packs()
+    except UserError as error:
+        assert family not in ACCEPTED
+        assert re.search("does not keep the documents of a pack apart .* dataset.packed=False", str(error))
+        record_property("outcome", "refused")
+        return
+    assert family not in REFUSED
+    assert compare(model) < 5e-5
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])

@@ -93,6 +93,8 @@ def from_pretrained(
     dequantized = stored if stored in quantized.DEQUANTIZED else None
     if dequantized:
         del model._weight_conversions  # saving would go back to names of quantised weights
+    if load_in_4bit and device.type != "meta":
+        quantized.check_rounded(model)
     quantized.settle_4bit(model, dtype)
     _make_apart(model, copies=device.type == "cpu")
     try:

@@ -77,6 +77,31 @@ def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -
     return {"quantization_config": nf4}
 
 
+def check_rounded(model: Any) -> None:
+    """Refuse a model whose layers bitsandbytes leaves as they are, or turns into others.
+
+    Args:
+        model: as transformers loads it when it is asked for 4 bits.
+
+    Raises:
+        UserError: names its class.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = {getattr(module, "source_cls", nn.Linear) for module in model.modules() if is_in_4bit(module)}
+    leave_out = "leave it out, and use the config hf_lora"
+    if not kinds:
+        raise UserError(
+            f"model.load_in_4bit=True: {type(model).__name__} has no linear layers that bitsandbytes rounds: "
+            f"{leave_out}"
+        )
+    if Conv1D in kinds:
+        raise UserError(
+            f"model.load_in_4bit=True: the transposed layers (Conv1D) of {type(model).__name__} could not be saved "
+            f"again: {leave_out}"
+        )
+
+
 def is_in_4bit(module: nn.Module) -> bool:
     """Whether a module's own weight is in 4 bits, by bitsandbytes."""
     return getattr(getattr(module, "weight", None), "quant_state", None) is not None

@@ -163,6 +163,18 @@ def test_merging_gives_a_plain_model_and_leaves_the_live_one_alone(
     assert torch.equal(logits_of(model), expected)
 
 
+def test_merging_experts(tmp_path: Path) -> None:
+    """They are not in 4 bits; what is beside them is."""
+    families.save("qwen3_moe", tmp_path / "base")
+    model = adapted(tmp_path / "base", "lora")
+    expected = logits_of(model)
+    assert any(".experts." in name for name in model.adapter_weights())
+    model.save(tmp_path / "merged", model.merged_weights(), max_shard_bytes=2**30)
+    merged = from_pretrained(tmp_path / "merged", device=CPU, dtype=torch.float32)
+    assert not merged.is_in_4bit
+    torch.testing.assert_close(logits_of(merged), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_sizes_are_those_of_the_plain_model(folder: Path) -> None:
     sizes = [from_pretrained(folder, device=CPU, dtype=torch.float32, load_in_4bit=x).size() for x in (False, True)]
     whole, rounded = (size.frozen + size.trainable for size in sizes)
@@ -176,6 +188,10 @@ def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path, monkeypatch: p
             from_pretrained(where, device=CPU, dtype=torch.float32, load_in_4bit=True)
         assert "\n" not in str(caught.value)
 
+    for family, says in (("falcon", "FalconForCausalLM has no linear layers"), ("gpt2", "Conv1D. of GPT2LMHeadModel")):
+        families.save(family, tmp_path / family)
+        refused(rf"model\.load_in_4bit=True: .*{says}.* leave it out, and use the config hf_lora", tmp_path / family)
+    tmp_path /= "llama"
     families.save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))

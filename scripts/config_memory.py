@@ -47,7 +47,7 @@ RECORD = ROOT / "scripts" / "results" / "config_memory.json"
 BEGIN, END = "<!-- scripts/config_memory.py writes this table -->\n", "<!-- end of the configs -->\n"
 GIB = 2**30
 
-METHODS = ("offload", "lora")
+METHODS = ("offload", "lora", "qlora")
 CARDS = {
     **{8: 7.63 - 0.45, 12: 11.63 - 0.45},
     **{int(name.split()[0]): gib for name, gib in MEASURED_CARDS.items()},
@@ -64,6 +64,8 @@ OTHER_RAM = 8.0
 """GiB of the host for Python, CUDA, data, pages of files that are read and written, and the system."""
 USABLE_RAM = 0.95
 
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales (https://arxiv.org/abs/2305.14314)."""
 ADAPTER_BYTES = 8
 """Per parameter of an adapter in bf16: weight, gradient, two moments."""
 STATE_BYTES = 4 + 8 / 256
@@ -78,6 +80,7 @@ class Memory:
         parameters: of the model, without an adapter.
         trained: parameters that train.
         tokens: of a forward, at most.
+        in_4bit: parameters of linear layers in NF4.
         weights: bytes of the model.
         adapter: bytes of the adapter, its gradients and states.
         in_flight: bytes of the optimizer's budget on the device.
@@ -88,6 +91,7 @@ class Memory:
     parameters: int
     trained: int
     tokens: int
+    in_4bit: int
     weights: int
     adapter: int
     in_flight: int
@@ -210,7 +214,9 @@ def configs() -> dict[str, Path]:
     return {
         name: path
         for name, path in registry.our_configs().items()
-        if name.rpartition("_")[2] in METHODS and not name.startswith(("hf_", "tiny_"))
+        if name.rpartition("_")[2] in METHODS
+        and not name.startswith(("hf_", "tiny_"))
+        and not (name.endswith("_qlora") and not is_written(path))  # in torchao's NF4
     }
 
 
@@ -223,8 +229,6 @@ def _untried_heads() -> Iterator[None]:
 
 def build(config: DictConfig, name: str) -> Any:
     """The config's model in parts, on the meta device in bf16, with its adapter."""
-    from transformers import AutoModelForCausalLM
-
     from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel
     from offload.models.torchtune.building import build_model
     from offload.models.torchtune.lora import prepare_adapter
@@ -237,14 +241,32 @@ def build(config: DictConfig, name: str) -> Any:
             return TorchtuneModel(decoder)
         prepare_adapter(decoder)
         return AdaptedTorchtuneModel(decoder)
+    module = _published(model)
+    with _untried_heads():
+        base = HuggingFaceModel(module)
+        return base if method == "offload" else AdaptedModel(base, instantiate(config.adapter))
+
+
+def _published(model: str) -> Any:
+    """One of transformers' models on the meta device in bf16."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
             published.config_of(published.MODELS[model].config), dtype=torch.bfloat16
         )
-    module.train()
-    with _untried_heads():
-        base = HuggingFaceModel(module)
-        return AdaptedModel(base, instantiate(config.adapter)) if method == "lora" else base
+    return module.train()
+
+
+def in_4bit(model: str) -> list[int]:
+    """Parameters of each linear layer that bitsandbytes takes: all but those tied, and the head."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    module = _published(model)
+    kept = set(get_keys_to_not_convert(module))
+    return [
+        each.weight.numel() for name, each in module.named_modules() if isinstance(each, nn.Linear) and name not in kept
+    ]
 
 
 def _build_caches(decoder: nn.Module) -> None:
@@ -269,18 +291,21 @@ def compute(name: str, path: Path, *, working: int | None = None) -> Memory:
     assert isinstance(config, DictConfig)
     model = build(config, name)
     params = dict(model.module.named_parameters())
-    is_lora = name.endswith("_lora")
+    is_lora = name.endswith("lora")
+    rounded = in_4bit(name.rpartition("_")[0]) if name.endswith("_qlora") else []
     trained = sum(param.numel() for param in params.values() if param.requires_grad)
     parameters = sum(param.numel() for param in params.values()) - (trained if is_lora else 0)
     length, batch = config.tokenizer.max_seq_len, config.batch_size
     if working is None:
         chunks, checkpointing = config.loss.num_output_chunks, config.enable_activation_checkpointing
         working = working_memory(model, length, batch, chunks, checkpointing=checkpointing)
+        working += 2 * max(rounded, default=0)  # a weight that is computed with
     return Memory(
         parameters=parameters,
         trained=trained,
         tokens=length * batch,
-        weights=2 * parameters,
+        in_4bit=sum(rounded),
+        weights=2 * (parameters - sum(rounded)) + int(NF4_BYTES * sum(rounded)),
         adapter=ADAPTER_BYTES * trained if is_lora else 0,
         in_flight=0 if is_lora else int(config.optimizer.in_flight_gib * GIB),
         working=working,
@@ -301,9 +326,11 @@ def header(memory: Memory) -> str:
     at = f"# Memory, computed from {size}, at {memory.tokens} tokens a forward:"
     fits = line(memory.device, f"in all, at most: a card of {memory.card} GB")
     if memory.adapter:
+        rounded = f"{memory.in_4bit / 1e9:.2f} B in linear layers with 4.13 bits each, the others with 2 bytes"
+        kinds = rounded if memory.in_4bit else "2 bytes per parameter"
         lines = [
             at,
-            line(memory.weights, "frozen weights (2 bytes per parameter)", "GPU"),
+            line(memory.weights, f"frozen weights ({kinds})", "GPU"),
             line(
                 memory.adapter,
                 f"the adapter's {memory.trained / 1e6:.1f} M parameters, their gradients and AdamW's states",
@@ -372,6 +399,7 @@ def recorded() -> dict[str, Memory]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="CONFIG", help="count these alone; the others are as recorded")
     parser.add_argument(
         "--write", action="store_true", help="write the configs' headers and the table of docs/models.md"
     )
@@ -379,8 +407,10 @@ def main() -> None:
     torch.set_num_threads(1)
     import transformers
 
-    found = {}
+    found = recorded() if arguments.names else {}
     for name, path in configs().items():
+        if arguments.names and name not in arguments.names:
+            continue
         found[name] = compute(name, path)
         print(
             f"{name}: {found[name].device / GIB:.1f} GiB, of them {found[name].working / GIB:.2f} at work", flush=True
@@ -390,7 +420,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cards_gib": CARDS,
-        "configs": {name: asdict(memory) for name, memory in found.items()},
+        "configs": {name: asdict(found[name]) for name in configs()},
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if arguments.write:

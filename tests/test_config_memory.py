@@ -116,7 +116,7 @@ def test_tensors_count_while_they_live_and_weights_do_not() -> None:
 @pytest.mark.parametrize("gib", [*CARDS.values()])
 def test_the_smallest_card_with_room(gib: float) -> None:
     memory = Memory(
-        1, 1, 1, weights=int((gib - config_memory.FRAGMENTED) * GIB), adapter=0, in_flight=0, working=0, host=0
+        1, 1, 1, 0, weights=int((gib - config_memory.FRAGMENTED) * GIB), adapter=0, in_flight=0, working=0, host=0
     )
     size = next(card for card, room in CARDS.items() if room == gib)
     assert memory.card == size

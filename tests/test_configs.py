@@ -36,6 +36,7 @@ qwen3_0_6b_offload qwen3_1_7b_offload qwen3_4b_offload qwen3_4b_lora qwen3_8b_of
 qwen3_14b_lora llama3_1_8b_lora llama3_2_1b_lora llama3_2_3b_lora gemma3_1b_offload gemma3_4b_offload gemma3_4b_lora
 gemma3_12b_offload gemma3_12b_lora mistral_small_24b_offload mistral_small_24b_lora phi4_offload phi4_lora
 smollm3_3b_offload smollm3_3b_lora olmo3_7b_offload olmo3_7b_lora gpt_oss_20b_lora
+qwen3_8b_qlora qwen3_14b_qlora llama3_1_8b_qlora gemma3_12b_qlora phi4_qlora mistral_small_24b_qlora
 tiny_llama_offload tiny_llama_lora tiny_llama_generate
 """
 PROMISED = PROMISED_NAMES.split()

@@ -21,8 +21,8 @@ CONFIGS = sorted(
     for path in (ROOT / "configs").glob("*.yaml")
     if path.stem.rpartition("_")[0] in published.MODELS and "huggingface.from_pretrained" in path.read_text()
 )
-SAMPLED = {"qwen3_8b_offload", "gemma3_4b_lora", "gpt_oss_20b_lora"}
-"""A dense model whole; one with another tower, and one with experts, by an adapter. The others are slow."""
+SAMPLED = {"qwen3_8b_offload", "gemma3_4b_lora", "gpt_oss_20b_lora", "phi4_qlora"}
+"""A dense model whole; with another tower, with experts and in 4 bits, by an adapter. The others are slow."""
 
 TEMPLATE = {"qwen3": "qwen3", "llama": "llama31", "gemma3": "gemma", "mistral": "mistral", "gpt": "harmony"}
 

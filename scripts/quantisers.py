@@ -7,7 +7,8 @@
 Every candidate sees the same gradients as AdamW in float64. A step decodes the moments, updates them in fp32, takes the
 update from the unrounded moments and encodes them again, with one scale per block of 256 elements. A format is first
 tried on one moment while the other stays in fp32, then in pairs. torchao and bitsandbytes run as published, torchao
-without ``torch.compile``. ``int8`` and ``fp8`` are the codes of offload.optim themselves.
+without ``torch.compile``. ``int8`` and ``fp8`` are the codes of offload.optim themselves, whose updates have in them
+what the parameter gets of a rounded ratio: each strays by more for it, and their sum by less.
 
 Formats are written as functions of x, a moment over its block's largest magnitude:
 
@@ -271,8 +272,9 @@ class Packed:
         ratio = (beta1 * m + (1 - beta1) * flat) / (root + eps)
         threshold = codes.thresholds(0, len(flat), codes.GOLDEN_RATIO * step, flat.device)
         codes.encode(ratio, root, threshold, *self.stored, self.state_dtype, eps, True)
-        shape = gradient.shape
-        return (ratio * (correction / (1 - beta1**step))).view(shape), root.view(shape)
+        lost = ratio - codes.decode_ratios(*self.stored[:2], self.state_dtype)
+        update = (ratio / (1 - beta1**step) + codes.ahead(beta1) * lost) * correction
+        return update.view(gradient.shape), root.view(gradient.shape)
 
 
 class Published:

@@ -402,7 +402,8 @@ def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constan
     beta1, beta2 = map(float, group["betas"])
     bc2_sqrt = math.sqrt(1 - beta2**step)
     step_size = lr / (1 - beta1**step)
-    is_folded = group["state_dtype"] != "fp32"
+    is_folded, has_ratios = group["state_dtype"] != "fp32", group["codes"] == codes.RATIOS
+    is_corrected = has_ratios and group["state_dtype"] in ("int8", "fp8")
     return Constants(
         gscale=-factor if group["maximize"] else factor,
         l2=weight_decay if coupled else 0.0,
@@ -415,7 +416,8 @@ def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constan
         step_size=step_size * bc2_sqrt if is_folded else step_size,
         bc2_sqrt=bc2_sqrt,
         eps_before=eps * math.sqrt(1 - beta2 ** (step - 1)),
-        has_ratios=float(group["codes"] == codes.RATIOS),
+        has_ratios=float(has_ratios),
+        ahead=lr * bc2_sqrt * codes.ahead(beta1) if is_corrected else 0.0,
     )
 
 

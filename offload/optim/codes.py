@@ -9,9 +9,14 @@ one has. Code 0 is zero, and nothing else is, because a denominator of ``eps`` a
 
 Of the first, the *ratio* ``m / (sqrt(v) + eps)`` is, Adam's update but for its step size: its size is about the same
 for all elements of a block, whatever decades their gradients span, and what rounding ``v`` changes does not change the
-update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``). Where
-``beta2`` is below :data:`LEAST_BETA2_OF_RATIOS`, ``m`` itself is stored, in int8 its square root with its sign: so
-short an average follows single gradients, and the ratio to one of nearly zero would leave no steps for the others.
+update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``). What
+rounding takes from a ratio is missing in the updates to come, all of which are known but for what ``v`` does: the
+parameter gets it at once (:func:`ahead`), so that errors do not add up over the steps.
+
+Where ``beta2`` is below :data:`LEAST_BETA2_OF_RATIOS`, ``m`` itself is stored, in int8 its square root with its sign:
+so short an average follows single gradients, and the ratio to one of nearly zero would leave no steps for the others.
+Nor are updates to come known. But the second moment is soon forgotten, and one of its 8 bits, the lowest, is the first
+moment's: that has 255 steps or 16 octaves of 16, and the roots have 126.
 
 A block's scales are its largest finite values, of roots the next multiple of the step. The lowest 8 bits of the first
 moment's are the width of the second's steps. Where a moment is not finite, neither is the
@@ -29,11 +34,13 @@ from torch import Tensor
 
 from offload.optim.formats import BLOCK, f32, sqrt
 
-RATIOS, MOMENTS = "ratios", "moments"
-"""What codes of first moments stand for: the option ``codes`` of a group. Groups without it have codes of
-:mod:`offload.optim.earlier`."""
+RATIOS, MOMENTS = "ratios", "moments of 9 bits"
+"""What codes of first moments stand for: the option ``codes`` of a group. Groups with another one, or none, have codes
+of :mod:`offload.optim.earlier`."""
 
-LEAST_BETA2_OF_RATIOS = 0.5
+LEAST_BETA2_OF_RATIOS = 0.7
+"""Below it, where ``sqrt(v)`` is forgotten much sooner than ``m`` at ``beta1`` of 0.9, ratios and the errors of their
+rounding grow from step to step wherever gradients fall silent."""
 
 GOLDEN_RATIO = 0x9E3779B9
 """Of 2^32: how far thresholds move in a step."""
@@ -47,8 +54,10 @@ SMALLEST_SCALE = 2.0**-120
 E4M3_BIAS = (127 - 15) << 3
 """Of codes as the upper bits of an fp32 number: the largest of 16 exponents is that of 1."""
 
-LARGEST = 254
-"""Code of a block's scale; the largest root may be rounded up to one more."""
+E4M4_BIAS = E4M3_BIAS << 1
+
+HORIZON = 20
+"""Steps over which :func:`ahead` is best."""
 
 STEP = 65536 + 2.0**-6
 """What a step is counted as, a little more than 2^16: however it is rounded, one step above zero is never zero."""
@@ -65,6 +74,26 @@ SMALLEST_SCALE_BITS = (127 - 120) << 23
 def best_for(beta2: float) -> str:
     """:data:`RATIOS` or :data:`MOMENTS`."""
     return RATIOS if beta2 >= LEAST_BETA2_OF_RATIOS else MOMENTS
+
+
+def ahead(beta1: float) -> float:
+    """Of what rounding takes from a ratio, how much the parameter gets at once, in learning rates.
+
+    The steps to come lack ``beta1 + beta1^2 + ... = beta1 / (1 - beta1)`` of it. Who gets all of that at once is
+    exact after many steps, but off by the rounding of a whole average until then. A share of ``1 / (1 + 1 / (HORIZON
+    * (1 - beta1)))``, two thirds where ``beta1`` is 0.9, is the closest after :data:`HORIZON` steps.
+    """
+    return beta1 / (1 - beta1 + 1 / HORIZON)
+
+
+def grain(has_ratios: bool) -> int:
+    """Of which roots' codes are multiples."""
+    return 1 if has_ratios else 2
+
+
+def largest_root(has_ratios: bool) -> int:
+    """Code of a block's scale; the largest root may be rounded up to one grain more."""
+    return 256 - 2 * grain(has_ratios)
 
 
 def thresholds(start: int, count: int, key: int, device: torch.device) -> Tensor:
@@ -97,21 +126,39 @@ def decode(
         has_ratios: first moments are :data:`RATIOS`.
     """
     step = (exp_avg_scale.view(torch.int32) & 0xFF) << WIDTH_SHIFT
-    bottom = exp_avg_sq_scale.view(torch.int32) - LARGEST * step
-    code = exp_avg_sq.to(torch.int32)
+    bottom = exp_avg_sq_scale.view(torch.int32) - largest_root(has_ratios) * step
+    code = exp_avg_sq.to(torch.int32) & -grain(has_ratios)
     bits = _spread(bottom, code) + code * _spread(step, code)
     root = torch.where(code == 0, 0, bits).view(torch.float32)
+    if has_ratios:
+        return decode_ratios(exp_avg, exp_avg_scale, state_dtype) * (root + eps), root * root
+    code = exp_avg.to(torch.int32) << 1 | exp_avg_sq.to(torch.int32) & 1
+    if state_dtype == "fp8":
+        magnitude = code & 255
+        bits = torch.where(magnitude == 0, 0, (magnitude + E4M4_BIAS) << 19) | (code & 256) << 23
+        share = bits.view(torch.float32)
+    else:
+        x = code.float() * f32(1 / 255)
+        share = x * x.abs()
+    return share * _spread(exp_avg_scale, share), root * root
+
+
+def decode_ratios(exp_avg: Tensor, exp_avg_scale: Tensor, state_dtype: str, factor: float | None = None) -> Tensor:
+    """What codes of ratios stand for, fp32 ``[n]``; arguments as of :func:`decode`.
+
+    Args:
+        factor: of the ratios, multiplied into each block's unit.
+    """
+    unit = exp_avg_scale * f32(1 / 127) if state_dtype == "int8" else exp_avg_scale
+    if factor is not None:
+        unit = unit * factor
+    value = exp_avg.float()
     if state_dtype == "fp8":
         code = exp_avg.view(torch.uint8).to(torch.int32)
         magnitude = code & 127
         bits = torch.where(magnitude == 0, 0, (magnitude + E4M3_BIAS) << 20) | (code & 128) << 24
-        first = bits.view(torch.float32) * _spread(exp_avg_scale, code)
-    elif has_ratios:
-        first = exp_avg.float() * _spread(exp_avg_scale * f32(1 / 127), code)
-    else:
-        x = exp_avg.float() * f32(1 / 127)
-        first = x * x.abs() * _spread(exp_avg_scale, code)
-    return first * (root + eps) if has_ratios else first, root * root
+        value = bits.view(torch.float32)
+    return value * _spread(unit, value)
 
 
 def encode(
@@ -135,51 +182,66 @@ def encode(
     """
     first = ratio if has_ratios else ratio * (root + eps)
     largest = _blocks(first.abs().nan_to_num(nan=0.0, posinf=0.0)).amax(dim=1)
-    step, top = steps(root, exp_avg_scale)
+    step, top = steps(root, exp_avg_scale, has_ratios)
     width = step >> WIDTH_SHIFT
     exp_avg_scale.copy_((largest.view(torch.int32) & -256 | width).view(torch.float32))
     exp_avg_sq_scale.copy_(top.view(torch.float32))
 
+    bottom = top - largest_root(has_ratios) * step
+    inverse = torch.where(step > 0, 1 / step.float() * STEP, 0.0)
+    bits = torch.where(root.isfinite(), root.view(torch.int32), _spread(top, root))
+    bits = torch.where(bits > 0, torch.maximum(bits, _spread(bottom + grain(has_ratios) * step, bits)), 0)
+    above = (bits - _spread(bottom, bits)).clamp(min=0).float() * _spread(inverse, bits)
+    code = (above.to(torch.int32) + threshold * grain(has_ratios) >> 16) & -grain(has_ratios)
+
     first = torch.where(first.isfinite(), first, 0.0)
     inverse = torch.where(exp_avg_scale >= SMALLEST_SCALE, 1 / exp_avg_scale, 0.0)
-    if state_dtype == "fp8":
-        bits = (first * _spread(inverse, first)).view(torch.int32)
-        magnitude = ((bits & 0x7FFFFFFF) + (1 << 19) >> 20) - E4M3_BIAS
-        exp_avg.view(torch.uint8).copy_(magnitude.clamp(min=0) | bits >> 24 & 128)
-    elif has_ratios:
-        exp_avg.copy_((first * _spread(inverse * 127, first)).round())
+    if has_ratios:
+        exp_avg_sq.copy_(code)
+        if state_dtype == "int8":
+            exp_avg.copy_((first * _spread(inverse * 127, first)).round())
+        else:
+            exp_avg.view(torch.uint8).copy_(_minifloat(first * _spread(inverse, first), 3))
+        return
+    share = first * _spread(inverse, first)
+    if state_dtype == "int8":
+        nine = (torch.copysign(sqrt(share.abs()), share) * 255).round().to(torch.int32)
     else:
-        exp_avg.copy_((torch.copysign(sqrt(first.abs() * _spread(inverse, first)), first) * 127).round())
-
-    bottom = top - LARGEST * step
-    inverse = torch.where(step > 0, 1 / step.float() * STEP, 0.0)
-    bits = torch.where(root.isfinite(), root.view(torch.int32), _spread(top, first))
-    bits = torch.where(bits > 0, torch.maximum(bits, _spread(bottom + step, bits)), 0)
-    above = (bits - _spread(bottom, bits)).clamp(min=0).float() * _spread(inverse, bits)
-    exp_avg_sq.copy_(above.to(torch.int32) + threshold >> 16)
+        nine = _minifloat(share, 4)
+    exp_avg.view(torch.uint8).copy_(nine >> 1 & 255)
+    exp_avg_sq.copy_(code | nine & 1)
 
 
-def steps(root: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _minifloat(share: Tensor, mantissa: int) -> Tensor:
+    """Sign, 4 bits of exponent and some of mantissa, int32."""
+    bits, shift = share.view(torch.int32), 23 - mantissa
+    magnitude = ((bits & 0x7FFFFFFF) + (1 << shift - 1) >> shift) - (E4M3_BIAS << mantissa - 3)
+    return magnitude.clamp(min=0) | bits >> 31 - 4 - mantissa & 16 << mantissa
+
+
+def steps(root: Tensor, before: Tensor, has_ratios: bool = True) -> tuple[Tensor, Tensor]:
     """Of each block, its roots' step and scale as int32 ``[ceil(n / BLOCK)]``, both in the bits of fp32.
 
-    The width is that of before, unless it is too small or more than 8/7 of what it takes for code 1 to be no larger
-    than any root but zero. It is at most :data:`WIDEST`, such that no code stands for a negative number, and 0 where
-    the largest root counts as zero.
+    The width is that of before, unless it is too small or more than 8/7 of what it takes for the first code to be no
+    larger than any root but zero. It is at most :data:`WIDEST`, such that no code stands for a negative number, and 0
+    where the largest root counts as zero.
 
     Args:
         root: fp32 ``[n]``.
         before: the scales of the first moment that are going to be replaced.
+        has_ratios: first moments are :data:`RATIOS`.
     """
     bits = _blocks(torch.where(root.isfinite(), root, 0.0)).view(torch.int32)
     top = bits.amax(dim=1)
     least = torch.where(bits > 0, bits, 0x7FFFFFFF).amin(dim=1)
-    one = (LARGEST - 2) << WIDTH_SHIFT
+    largest = largest_root(has_ratios)
+    one = (largest - 2 * grain(has_ratios)) << WIDTH_SHIFT
     needed = (top - least + one - 1).div(one, rounding_mode="floor").clamp(min=1, max=WIDEST)
     width = before.view(torch.int32) & 0xFF
     width = torch.where((needed <= width) & (8 * needed >= 7 * width - 7), width, needed)
-    width = torch.minimum(width, (top - 1).div(LARGEST << WIDTH_SHIFT, rounding_mode="floor"))
+    width = torch.minimum(width, (top - 1).div(largest << WIDTH_SHIFT, rounding_mode="floor"))
     step = torch.where(top >= SMALLEST_SCALE_BITS, width, 0).to(torch.int32) << WIDTH_SHIFT
-    multiple = step.clamp(min=1)
+    multiple = (step * grain(has_ratios)).clamp(min=1)
     return step, (top + multiple - 1).div(multiple, rounding_mode="floor") * multiple
 
 

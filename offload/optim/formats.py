@@ -69,6 +69,7 @@ class Constants(NamedTuple):
         bc2_sqrt: square root of the second moment's bias correction.
         eps_before: ``eps`` of the step before, with which 8-bit codes were made.
         has_ratios: 1 where 8-bit codes of the first moment are ratios, 0 where they are moments.
+        ahead: what :func:`offload.optim.codes.ahead` gives for ratios, else 0.
     """
 
     gscale: float
@@ -83,6 +84,7 @@ class Constants(NamedTuple):
     bc2_sqrt: float
     eps_before: float
     has_ratios: float = 1.0
+    ahead: float = 0.0
 
 
 class Item(NamedTuple):

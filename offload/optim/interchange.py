@@ -171,10 +171,11 @@ def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor
     m, v = (torch.empty_like(tensor, dtype=torch.float32) for tensor in stored)
     if "exp_avg_scale" in state:
         how = group["state_dtype"], _eps(group, float(state["step"]))
-        if "codes" in group:
-            values = codes.decode(*_coded(state), *how, group["codes"] == codes.RATIOS)
+        kind = group.get("codes")
+        if kind in (codes.RATIOS, codes.MOMENTS):
+            values = codes.decode(*_coded(state), *how, kind == codes.RATIOS)
         else:
-            values = earlier.decode(*_coded(state), *how)
+            values = earlier.decode(*_coded(state), *how, kind)
         flat(m).copy_(values[0])
         flat(v).copy_(values[1])
     else:

@@ -92,7 +92,10 @@ def _update_codes(item: Item, p: Tensor, g: Tensor, gscale: float | Tensor) -> T
     ratio = m / (root + c.eps)
     threshold = codes.thresholds(item.start, p.numel(), item.key_v, p.device)
     codes.encode(ratio, root, threshold, *stored, state, c.eps, has_ratios)
-    return p * c.decay - ratio * c.step_size
+    p = p * c.decay - ratio * f32(f32(c.step_size) + f32(c.ahead))
+    if not has_ratios:
+        return p
+    return p + codes.decode_ratios(item.exp_avg, item.exp_avg_scale, state, f32(c.ahead))
 
 
 def _as_torch(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

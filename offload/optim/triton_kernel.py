@@ -46,9 +46,9 @@ TABLE_WORDS = 1 << 17
 FETCH_WORDS = 512
 """Of a table, what one program fetches."""
 
-_UPDATE_ROW = struct.Struct("=11q12f")
+_UPDATE_ROW = struct.Struct("=11q13f4x")
 """Addresses of p, g, m, v, the scales of m and v, and the remainder; number of elements; position of the first in the
-parameter; keys of p and v; Constants."""
+parameter; keys of p and v; Constants; padding to whole words."""
 
 _CONSTANTS = tl.constexpr(11)
 _FETCH_WORDS = tl.constexpr(FETCH_WORDS)
@@ -58,7 +58,7 @@ _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITION = tl.constexpr(codes.POSITION)
 _SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
 _E4M3_BIAS = tl.constexpr(codes.E4M3_BIAS)
-_LARGEST = tl.constexpr(codes.LARGEST)
+_E4M4_BIAS = tl.constexpr(codes.E4M4_BIAS)
 _STEP = tl.constexpr(codes.STEP)
 _WIDTH_SHIFT = tl.constexpr(codes.WIDTH_SHIFT)
 _WIDEST = tl.constexpr(codes.WIDEST)
@@ -307,6 +307,8 @@ def _update_tile(
     bc2_sqrt = tl.load(constants + 9)
     eps_before = tl.load(constants + 10)
     has_ratios = tl.load(constants + 11) != 0
+    ahead = tl.load(constants + 12)
+    grain = tl.where(has_ratios, 1, 2)
     gscale = gscale * tl.load(scale)
 
     rows = tl.arange(0, ROWS)
@@ -349,9 +351,12 @@ def _update_tile(
         root_scale_at = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + block + rows
         first_scale = tl.load(first_scale_at, row_mask, other)
         width = first_scale.to(tl.int32, bitcast=True) & 0xFF
-        root = _decode_root(tl.load(v_at, mask, other), tl.load(root_scale_at, row_mask, other), width)
-        m = _decode_first(tl.load(m_at, mask, other), first_scale, has_ratios, STATE)
-        m = tl.where(has_ratios, m * (root + eps_before), m)
+        root_code = tl.load(v_at, mask, other).to(tl.int32)
+        root = _decode_root(root_code & -grain, tl.load(root_scale_at, row_mask, other), width, grain)
+        m_code = tl.load(m_at, mask, other)
+        ratio = _decode_ratio(m_code, STATE) * _unit(first_scale, STATE)[:, None]
+        moment = _decode_moment(m_code, root_code, STATE) * first_scale[:, None]
+        m = tl.where(has_ratios, ratio * (root + eps_before), moment)
         v = root * root
     else:
         m = _widen(tl.load(m_at, mask, other))
@@ -380,22 +385,9 @@ def _update_tile(
         root = tl.sqrt_rn(v)
         if CODED:
             ratio = tl.div_rn(m, root + eps)
-            p = p * decay - step_size * ratio
+            p = p * decay - (step_size + ahead) * ratio
         else:
             p = p * decay - tl.div_rn(step_size * m, root + eps)
-
-    if PARAM == "fp32":
-        tl.store(p_at, p, mask)
-    elif PARAM == "stochastic":
-        tl.store(p_at, _round_stochastically(p, pair, tl.load(row + 9), columns), mask)
-    elif PARAM == "split24":
-        bits = _bits(p) + (_random_bits(pair, tl.load(row + 9), columns) >> 8)
-        tl.store(p_at, ((bits + 0x8000) >> 16).to(tl.uint16), mask)
-        tl.store(remainder_at, (bits >> 8).to(tl.int8), mask)
-    else:
-        tl.store(p_at, _round_half_away(p), mask)
-    if PARAM == "split":
-        tl.store(remainder_at, _bits(p).to(tl.int16), mask)
 
     if STATE == "fp32":
         tl.store(m_at, m, mask)
@@ -410,15 +402,34 @@ def _update_tile(
         # Roots as bits, which have the order of numbers.
         bits = tl.where(root < float("inf"), root, 0.0).to(tl.int32, bitcast=True)
         top = tl.max(bits, axis=1)
-        width = _width(top, tl.min(tl.where(bits > 0, bits, 0x7FFFFFFF), axis=1), width)
-        multiple = tl.maximum(width << _WIDTH_SHIFT, 1)
+        width = _width(top, tl.min(tl.where(bits > 0, bits, 0x7FFFFFFF), axis=1), width, grain)
+        multiple = tl.maximum((width << _WIDTH_SHIFT) * grain, 1)
         top = (top + multiple - 1) // multiple * multiple
         bits = tl.where(root < float("inf"), bits, top[:, None])
         first_scale = ((largest & -256) | width).to(tl.float32, bitcast=True)
         tl.store(first_scale_at, first_scale, row_mask)
         tl.store(root_scale_at, top.to(tl.float32, bitcast=True), row_mask)
-        tl.store(m_at, _encode_first(stored, first_scale, has_ratios, STATE), mask)
-        tl.store(v_at, _encode_root(bits, top, width, position, tl.load(row + 10)), mask)
+        inverse = tl.where(first_scale >= _SMALLEST_SCALE, tl.div_rn(1.0, first_scale), 0.0)
+        m_code = _encode_ratio(stored, inverse, STATE)
+        moment_code = _encode_moment(stored * inverse[:, None], STATE)
+        root_code = _encode_root(bits, top, width, position, tl.load(row + 10), grain)
+        tl.store(m_at, tl.where(has_ratios, m_code, (moment_code >> 1).to(tl.uint8)), mask)
+        tl.store(v_at, tl.where(has_ratios, root_code, root_code | (moment_code & 1)).to(tl.uint8), mask)
+        known = p + _decode_ratio(m_code, STATE) * (_unit(first_scale, STATE) * ahead)[:, None]
+        p = tl.where(has_ratios, known, p)
+
+    if PARAM == "fp32":
+        tl.store(p_at, p, mask)
+    elif PARAM == "stochastic":
+        tl.store(p_at, _round_stochastically(p, pair, tl.load(row + 9), columns), mask)
+    elif PARAM == "split24":
+        bits = _bits(p) + (_random_bits(pair, tl.load(row + 9), columns) >> 8)
+        tl.store(p_at, ((bits + 0x8000) >> 16).to(tl.uint16), mask)
+        tl.store(remainder_at, (bits >> 8).to(tl.int8), mask)
+    else:
+        tl.store(p_at, _round_half_away(p), mask)
+    if PARAM == "split":
+        tl.store(remainder_at, _bits(p).to(tl.int16), mask)
 
 
 # Halves of fp32: formats.py
@@ -464,28 +475,30 @@ def _round_stochastically(x, pair, key, columns):
 
 
 @triton.jit
-def _decode_first(code, scale, has_ratios, STATE: tl.constexpr):
-    """Codes as uint8 ``[ROWS, BLOCK]`` and scales ``[ROWS]`` to fp32."""
+def _unit(scale, STATE: tl.constexpr):
+    """What the code 1 of a ratio stands for."""
     if STATE == "int8":
-        x = code.to(tl.int8, bitcast=True).to(tl.float32)
-        share = x * (1 / 127)
-        return tl.where(has_ratios, x * (scale * (1 / 127))[:, None], share * tl.abs(share) * scale[:, None])
+        scale = scale * (1 / 127)
+    return scale
+
+
+@triton.jit
+def _decode_ratio(code, STATE: tl.constexpr):
+    """Codes as uint8 ``[ROWS, BLOCK]`` to fp32, in units."""
+    if STATE == "int8":
+        return code.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         code = code.to(tl.uint32)
         magnitude = code & 127
         bits = tl.where(magnitude == 0, 0, (magnitude + _E4M3_BIAS) << 20) | ((code & 128) << 24)
-        return bits.to(tl.float32, bitcast=True) * scale[:, None]
+        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _encode_first(stored, scale, has_ratios, STATE: tl.constexpr):
-    inverse = tl.where(scale >= _SMALLEST_SCALE, tl.div_rn(1.0, scale), 0.0)
+def _encode_ratio(stored, inverse, STATE: tl.constexpr):
     if STATE == "int8":
-        root = tl.sqrt_rn(tl.abs(stored) * inverse[:, None])
-        root = tl.where(stored < 0, -root, root)
-        x = tl.where(has_ratios, stored * (inverse * 127.0)[:, None], root * 127.0)
         # The lowest bit of the sum stands for 1, so that adding rounds to an integer, in two's complement.
-        return (x + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+        return (stored * (inverse * 127.0)[:, None] + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
     else:
         bits = (stored * inverse[:, None]).to(tl.int32, bitcast=True)
         magnitude = (((bits & 0x7FFFFFFF) + (1 << 19)) >> 20) - _E4M3_BIAS
@@ -493,30 +506,55 @@ def _encode_first(stored, scale, has_ratios, STATE: tl.constexpr):
 
 
 @triton.jit
-def _width(top, least, before):
+def _decode_moment(code, root_code, STATE: tl.constexpr):
+    """Shares of the largest, fp32, out of 9 bits of which the lowest is the root's."""
+    code = (code.to(tl.uint32) << 1) | (root_code.to(tl.uint32) & 1)
+    if STATE == "int8":
+        share = ((code << 23).to(tl.int32, bitcast=True) >> 23).to(tl.float32) * (1 / 255)
+        return share * tl.abs(share)
+    else:
+        magnitude = code & 255
+        bits = tl.where(magnitude == 0, 0, (magnitude + _E4M4_BIAS) << 19) | ((code & 256) << 23)
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_moment(share, STATE: tl.constexpr):
+    """Of shares, fp32: int32 of which the lower 9 bits count."""
+    if STATE == "int8":
+        root = tl.sqrt_rn(tl.abs(share))
+        return (tl.where(share < 0, -root, root) * 255.0 + 12582912.0).to(tl.int32, bitcast=True)
+    else:
+        bits = share.to(tl.int32, bitcast=True)
+        magnitude = (((bits & 0x7FFFFFFF) + (1 << 18)) >> 19) - _E4M4_BIAS
+        return tl.maximum(magnitude, 0) | ((bits >> 23) & 256)
+
+
+@triton.jit
+def _width(top, least, before, grain):
     """Of each row: codes.steps."""
-    one: tl.constexpr = (_LARGEST - 2) << _WIDTH_SHIFT
+    largest = 256 - 2 * grain
+    one = (largest - 2 * grain) << _WIDTH_SHIFT
     width = tl.minimum(tl.maximum((top - least + (one - 1)) // one, 1), _WIDEST)
     width = tl.where((width <= before) & (8 * width + 7 >= 7 * before), before, width)
-    width = tl.minimum(width, (top - 1) // (_LARGEST << _WIDTH_SHIFT))
+    width = tl.minimum(width, (top - 1) // (largest << _WIDTH_SHIFT))
     return tl.where(top >= _SMALLEST_SCALE_BITS, width, 0)
 
 
 @triton.jit
-def _decode_root(code, scale, width):
+def _decode_root(code, scale, width, grain):
     step = width << _WIDTH_SHIFT
-    bottom = scale.to(tl.int32, bitcast=True) - _LARGEST * step
-    code = code.to(tl.int32)
+    bottom = scale.to(tl.int32, bitcast=True) - (256 - 2 * grain) * step
     return tl.where(code == 0, 0, bottom[:, None] + code * step[:, None]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _encode_root(bits, top, width, position, key):
-    """``position`` uint32 and ``key`` as in codes.thresholds."""
+def _encode_root(bits, top, width, position, key, grain):
+    """int32; ``position`` uint32 and ``key`` as in codes.thresholds."""
     threshold = ((position * _POSITION + key.to(tl.uint32)) >> 16).to(tl.int32)
     step = width << _WIDTH_SHIFT
-    bottom = (top - _LARGEST * step)[:, None]
+    bottom = (top - (256 - 2 * grain) * step)[:, None]
     inverse = tl.where(step > 0, tl.div_rn(1.0, step.to(tl.float32)) * _STEP, 0.0)
-    bits = tl.where(bits > 0, tl.maximum(bits, bottom + step[:, None]), 0)
+    bits = tl.where(bits > 0, tl.maximum(bits, bottom + (grain * step)[:, None]), 0)
     above = tl.maximum(bits - bottom, 0).to(tl.float32) * inverse[:, None]
-    return ((above.to(tl.int32) + threshold) >> 16).to(tl.uint8)
+    return ((above.to(tl.int32) + threshold * grain) >> 16) & -grain

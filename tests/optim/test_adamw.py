@@ -638,6 +638,49 @@ def test_a_state_with_codes_of_earlier_versions_is_converted() -> None:
         assert optimizer.state_dict()["param_groups"][0]["codes"] == "ratios"
 
 
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+def test_a_state_with_moments_of_8_bits_is_converted(state: str) -> None:
+    """Of groups whose ``codes`` are "moments", where beta2 was below 0.5; what they stand for is written once more."""
+    generator = torch.Generator().manual_seed(0)
+    m, v = (torch.randint(0, 256, (700,), generator=generator) for _ in range(2))
+    m[m == 128] = 0  # int8 has no -128, fp8 no negative zero
+    if state == "fp8":
+        m = torch.where(m & 127 > 120, 120, m)
+    m_scale = torch.rand(3, generator=generator) + 0.5
+    width = torch.tensor([3, 40, 120])
+    m_scale = (m_scale.view(torch.int32) & -256 | width.int()).view(torch.float32)
+    v_scale = torch.tensor([0.3, 7e-3, 2e-4])
+    param = weights(700)
+    optimizer = offload.optim.AdamW([param], state_dtype="fp32", betas=(0.9, 0.2), master="none")
+    train(optimizer, [param], gradients(1, 700))
+    saved = optimizer.state_dict()
+    saved["state"][0] = {
+        "step": torch.tensor(3.0),
+        "exp_avg": m.to(torch.uint8).view(torch.int8),
+        "exp_avg_sq": v.to(torch.uint8),
+        "exp_avg_scale": m_scale,
+        "exp_avg_sq_scale": v_scale,
+    }
+    saved["param_groups"][0].update(state_dtype=state, codes="moments")
+    block = torch.arange(700) // formats.BLOCK
+    bits = v_scale.view(torch.int32)[block] - (254 - v) * (width[block] << 12)
+    root = torch.where(v == 0, 0.0, bits.to(torch.int32).view(torch.float32))
+    if state == "int8":
+        signed = m.double() - 256 * (m > 127)
+        share = (signed / 127) ** 2 * signed.sign()
+    else:
+        exponent, fraction = (m & 127) // 8 - 15, 1 + (m & 7).double() / 8
+        share = torch.where(m & 127 == 0, 0.0, fraction * 2.0**exponent) * torch.where(m > 127, -1, 1)
+    for target, rtol, atol in (("fp32", 3e-6, 0.0), (state, 0.1, 0.015)):
+        again = offload.optim.AdamW([param], state_dtype=target, betas=(0.9, 0.2), master="none")
+        again.load_state_dict(saved)
+        loaded = offload.optim.to_plain(again)["state"][0]
+        torch.testing.assert_close(loaded["exp_avg_sq"].double(), root.double().square(), rtol=2 * rtol, atol=0.0)
+        torch.testing.assert_close(loaded["exp_avg"].double(), share * m_scale[block].double(), rtol=rtol, atol=atol)
+        assert again.param_groups[0]["codes"] == "moments of 9 bits"
+        train(again, [param], gradients(1, 700))
+
+
 def test_codes_stay_what_they_are_when_betas_change() -> None:
     """And a loaded state has those that are best for its betas."""
     params = [weights(1000), weights(1000)]
@@ -742,15 +785,21 @@ def test_masters_of_24_bits_are_rounded_up_as_often_as_they_lie_above() -> None:
     )
 
 
-def test_roots_of_8_bits_are_the_nearest_two_steps_and_zero_alone_is_zero() -> None:
-    """Of every width, element by element: a code is a step away at most, as far up as down on average."""
+@pytest.mark.parametrize("has_ratios", [True, False])
+def test_roots_are_the_nearest_two_steps_and_zero_alone_is_zero(has_ratios: bool) -> None:
+    """Of every width, element by element: a code is a step away at most, as far up as down on average.
+
+    254 steps beside ratios, 126 beside moments.
+    """
+    grain, largest = codes.grain(has_ratios), codes.largest_root(has_ratios)
+    assert largest == (254 if has_ratios else 2 * 126)
     generator = torch.Generator().manual_seed(0)
     octaves = torch.linspace(0, 20.5, 400)[:, None]
     root = 2 ** (5 - octaves * torch.rand(400, formats.BLOCK, generator=generator))
     root[:, 7] = 0.0
     root = root.view(-1)
     block = torch.arange(len(root)) // formats.BLOCK
-    width = codes.steps(root, torch.zeros(400))[0] >> codes.WIDTH_SHIFT
+    width = codes.steps(root, torch.zeros(400), has_ratios)[0] >> codes.WIDTH_SHIFT
     assert width.min() == 1 and width.max() == codes.WIDEST and len(width.unique()) > 100
     units = root.view(torch.int32)
     off = torch.zeros(len(root), dtype=torch.float64)
@@ -759,23 +808,74 @@ def test_roots_of_8_bits_are_the_nearest_two_steps_and_zero_alone_is_zero() -> N
         first = torch.zeros(len(root), dtype=torch.int8), torch.zeros(400)
         stored = torch.zeros(len(root), dtype=torch.uint8), torch.zeros(400)
         up = torch.full_like(units, threshold)
-        codes.encode(torch.zeros_like(root), root, up, *first, *stored, "int8", 0.0, True)
+        codes.encode(torch.zeros_like(root), root, up, *first, *stored, "int8", 0.0, has_ratios)
         assert torch.equal(stored[0] == 0, root == 0)
-        v = codes.decode(*first, *stored, "int8", 0.0, True)[1]
-        step = (v.sqrt().view(torch.int32) - units).double() / (width[block] << codes.WIDTH_SHIFT)
-        is_in_reach = (root > 0) & (units >= stored[1].view(torch.int32)[block] - 253 * (width[block] << 12))
+        v = codes.decode(*first, *stored, "int8", 0.0, has_ratios)[1]
+        step = (v.sqrt().view(torch.int32) - units).double() / (width[block] * grain << codes.WIDTH_SHIFT)
+        is_in_reach = (root > 0) & (
+            units >= stored[1].view(torch.int32)[block] - (largest - grain) * (width[block] << 12)
+        )
         assert step[is_in_reach].abs().max() < 1.01
         off += step
     assert is_in_reach[root > 0].double().mean() > 0.99
     assert (off[is_in_reach] / len(drawn)).abs().max() < 0.03
 
 
-def test_no_width_of_steps_rounds_a_step_to_zero_or_past_8_bits() -> None:
+@pytest.mark.parametrize("has_ratios", [True, False])
+def test_no_width_of_steps_rounds_a_step_to_zero_or_past_8_bits(has_ratios: bool) -> None:
+    grain, largest = codes.grain(has_ratios), codes.largest_root(has_ratios)
     for width in range(1, codes.WIDEST + 1):
         step = torch.tensor([width << codes.WIDTH_SHIFT], dtype=torch.int32)
         inverse = 1 / step.float() * codes.STEP
-        one, most = ((n * step).float() * inverse for n in (1, codes.LARGEST))
-        assert one.to(torch.int32) >> 16 == 1 and most.to(torch.int32) + 0xFFFF >> 16 <= 255
+        one, most = ((n * step).float() * inverse for n in (grain, largest))
+        assert one.to(torch.int32) >> 16 == grain and most.to(torch.int32) + 0xFFFF * grain >> 16 <= 255
+
+
+@pytest.mark.parametrize("state", ["int8", "fp8"])
+@pytest.mark.parametrize("betas", [(0.0, 0.999), (0.5, 0.95), (0.9, 0.999), (0.99, 0.9), (0.9, 0.3)])
+def test_what_rounding_takes_from_a_ratio_reaches_the_parameter(state: str, betas: tuple[float, float]) -> None:
+    """Of what is missing in the steps to come, beta1 + beta1^2 + ..., the share that the docstring states.
+
+    Of moments nothing does, which are stored where beta2 is small.
+    """
+    beta1, beta2 = betas
+    lr, eps, count = 0.1, 1e-8, 4
+    param = weights(1000, dtype=torch.float32)
+    optimizer = offload.optim.AdamW([param], lr=lr, betas=betas, eps=eps, weight_decay=0.0, state_dtype=state)
+    *first, last = gradients(count, 1000, decades=1)
+    train(optimizer, [param], first)
+    before = offload.optim.to_plain(optimizer)["state"][0]
+    start = param.detach().double()
+    train(optimizer, [param], [last])
+    after = offload.optim.to_plain(optimizer)["state"][0]
+    correction = math.sqrt(1 - beta2**count)
+    wide = last.double()
+    root = (beta2 * before["exp_avg_sq"].double() + (1 - beta2) * wide.square()).sqrt() + eps * correction
+    ratio = (beta1 * before["exp_avg"].double() + (1 - beta1) * wide) / root
+    stored = after["exp_avg"].double() / (after["exp_avg_sq"].double().sqrt() + eps * correction)
+    to_come = sum(beta1**k for k in range(1, 5000))
+    share = 1 / (1 + 1 / (20 * (1 - beta1))) if beta2 > 0.7 else 0.0
+    expected = start - lr * correction * (ratio / (1 - beta1**count) + to_come * share * (ratio - stored))
+    torch.testing.assert_close(param.detach().double(), expected, rtol=1e-6, atol=2e-6)
+    if beta1 and share:
+        assert (lr * correction * to_come * share * (ratio - stored)).abs().max() > 1e-5
+
+
+def test_ratios_that_grow_when_gradients_fall_silent_are_not_stored() -> None:
+    """Heavy tails over six decades: with ratios at beta2 of 0.5 or 0.6, weights strayed by 10^10 times their way."""
+    generator = torch.Generator().manual_seed(0)
+    scale = 10 ** (-6 * torch.rand(2048, generator=generator))
+    for beta2 in (0.5, 0.6):
+        param = nn.Parameter(torch.zeros(2048))
+        wide = nn.Parameter(torch.zeros(2048, dtype=torch.float64))
+        optimizer = offload.optim.AdamW([param], lr=1e-4, betas=(0.9, beta2), weight_decay=0.0)
+        exact = torch.optim.AdamW([wide], lr=1e-4, betas=(0.9, beta2), weight_decay=0.0)
+        for _ in range(400):
+            noise = torch.randn(6, 2048, generator=generator)
+            gradient = scale * noise[0] * (5 / noise[1:].square().sum(dim=0)).sqrt()
+            train(optimizer, [param], [gradient])
+            train(exact, [wide], [gradient.double()])
+        assert (param.detach() - wide.detach()).norm() < 10 * wide.detach().norm(), beta2
 
 
 def test_every_master_survives_being_split() -> None:

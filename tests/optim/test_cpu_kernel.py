@@ -43,7 +43,7 @@ def constants(kind: Kind, step: int = 3, w1: float = 0.1, gscale: float = 0.7, e
     fold = 1.0 if kind.state == "fp32" else bc2_sqrt
     l2, decay = (0.01, 1.0) if kind.coupled else (0.0, 1 - 1e-3 * 0.1)
     numbers = (gscale, l2, decay, 1 - w1, w1, 0.999, 0.001, eps * fold, 1e-3 * fold / bc1, bc2_sqrt, 0.9 * eps * fold)
-    return Constants(*numbers)
+    return Constants(*numbers, ahead=7e-3 * fold if kind.state in ("int8", "fp8") else 0.0)
 
 
 def values(n: int, generator: torch.Generator, decades: float, special_share: float) -> Tensor:
@@ -128,7 +128,7 @@ def make(
         start=start,
         key_param=0x9E3779B9 ^ seed,
         key_v=0xDEADBEEF ^ seed,
-        constants=constants(kind)._replace(has_ratios=float(has_ratios)),
+        constants=constants(kind)._replace(has_ratios=float(has_ratios), **({} if has_ratios else {"ahead": 0.0})),
     )
 
 

@@ -80,26 +80,36 @@ def test_errors_against_float64(study: ModuleType, scenario: str) -> None:
         assert ends[name]["worst"] < 4, name
 
 
-ONE_SCALE = {"one scale": 0.03, "one, mean": 0.012, "one, beta1 0": 0.008, "one, beta2 .95": 0.03, "one, beta2 0": 0.05}
+ONE_SCALE = {
+    "one scale": 0.014,
+    "one, mean": 0.009,
+    "one, beta1 0": 0.008,
+    "one, beta2 .95": 0.012,
+    "one, beta2 0": 0.02,
+}
 """Bounds as above, of int8 with an exact master."""
 
 
 @pytest.mark.parametrize("scenario", ONE_SCALE)
 def test_int8_where_gradients_have_one_scale(study: ModuleType, scenario: str) -> None:
-    """Where steps between codes are the finest: no worse than published 8 bits, whatever the master and the betas."""
+    """Where steps between codes are the finest: no worse than published 8 bits, whatever the master and the betas.
+
+    FlashOptim, whose groups of 32 need a tenth of a byte more, is one of them.
+    """
     ours = "split + int8", "split24 + int8", "stochastic + int8", "none + int8"
     theirs = "torchao 8-bit, {}", "bitsandbytes 8-bit, {}"
     peers = {
-        "exact": [name.format("fp32 weights") for name in theirs],
+        "exact": [*(name.format("fp32 weights") for name in theirs), "FlashOptim, 32 bits"],
+        "24 bits": ["FlashOptim, 24 bits"],
         "stochastic": ["torchao 8-bit, stochastic"],
-        "none": [name.format("bf16 weights") for name in theirs],
+        "none": [*(name.format("bf16 weights") for name in theirs), "FlashOptim, bf16 weights"],
     }
     names = [*ours, *(name for of_group in peers.values() for name in of_group)]
     error = {name: curves["error"][-1] for name, curves in study.simulate(study.Job(scenario, STEPS, names)).items()}
     assert error["split + int8"] < ONE_SCALE[scenario]
     for name in ours:
-        group = study.contenders()[name].group.replace("24 bits", "exact")
-        assert error[name] <= study.JUDGED["error"] * min(error[peer] for peer in peers[group]), (name, error)
+        best = min(error[peer] for peer in peers[study.contenders()[name].group])
+        assert error[name] <= study.JUDGED["error"] * best, (name, error)
 
 
 def test_flash_reference_keeps_what_its_format_has_room_for() -> None:

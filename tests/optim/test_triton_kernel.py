@@ -161,6 +161,7 @@ def constants_of(
         bc2_sqrt=(1 - 0.999**3) ** 0.5,
         eps_before=0.8e-8,
         has_ratios=has_ratios,
+        ahead=6e-3 * lr / 1e-3 * has_ratios if kind.state in ("int8", "fp8") else 0.0,
     )
 
 

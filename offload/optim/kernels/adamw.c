@@ -157,6 +157,10 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 
 /* ---- Codes of 8 bits: codes.py says what they stand for ---- */
 
+/* Magnitudes have the order of their bits, and NaN comes after them all. */
+#define INFINITE 0x7f800000u
+#define MAGNITUDE 0x7fffffffu
+
 /* Of 2^32: how far apart the rounding thresholds of neighbours are. */
 #define POSITION 0x85ebca6bu
 
@@ -167,8 +171,12 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 /* Of codes as the upper bits of an fp32 number. */
 #define E4M3_BIAS ((127 - 15) << 3)
 
-/* Of the roots' codes: the largest one, the unit of their steps, and the widest step in it. */
-#define LARGEST 254
+/* Of codes of 9 bits. */
+#define E4M4_BIAS ((127 - 15) << 4)
+
+/* Of the roots' codes, which are multiples of `grain`: the code of the block's scale; the unit of their steps, and the
+   widest step in it. */
+#define LARGEST(grain) (256 - 2 * (grain))
 #define WIDTH_SHIFT 12
 #define WIDEST 161
 
@@ -188,21 +196,44 @@ typedef struct {
     uint32_t bottom, step;
 } decoding_t;
 
-/* And how they are made: roots are numbers of steps, of 2^16. */
+/* And how they are made: roots are numbers of steps, of 2^16. What a first moment's code stands for, times `ahead`, is
+   added to the parameter. */
 typedef struct {
-    float first, step;
+    float first, step, ahead;
     uint32_t bottom;
 } encoding_t;
+
+typedef struct {
+    struct constants c;
+    float w1g, w2g; /* weights of the gradient and of its square, with the gradient's factor in them */
+    float step_size; /* of the ratio: with what a code takes back */
+} numbers_t;
 
 INLINE uint32_t step_of(const block_t *b)
 {
     return (as_bits(*b->m_scale) & 0xff) << WIDTH_SHIFT;
 }
 
-INLINE decoding_t decoding_of(enum state state, const block_t *b)
+/* Of roots' codes; 2 where the lowest bit is the first moment's. */
+INLINE uint32_t grain_of(const numbers_t *n)
 {
-    const float factor = state == STATE_INT8 ? (float)(1 / 127.0) : 1.0f;
-    return (decoding_t){*b->m_scale * factor, as_bits(*b->v_scale) - LARGEST * step_of(b), step_of(b)};
+    return n->c.has_ratios != 0 ? 1 : 2;
+}
+
+INLINE uint32_t bottom_of(const numbers_t *n, const block_t *b)
+{
+    return as_bits(*b->v_scale) - LARGEST(grain_of(n)) * step_of(b);
+}
+
+/* What the code 1 of a ratio stands for. */
+INLINE float unit_of(enum state state, const block_t *b)
+{
+    return state == STATE_INT8 ? *b->m_scale * (float)(1 / 127.0) : *b->m_scale;
+}
+
+INLINE decoding_t decoding_of(enum state state, const numbers_t *n, const block_t *b)
+{
+    return (decoding_t){unit_of(state, b), bottom_of(n, b), step_of(b)};
 }
 
 INLINE float inverse(float scale)
@@ -210,12 +241,15 @@ INLINE float inverse(float scale)
     return scale >= SMALLEST_SCALE ? 1.0f / scale : 0.0f;
 }
 
-INLINE encoding_t encoding_of(enum state state, int has_ratios, const block_t *b)
+INLINE encoding_t encoding_of(enum state state, const numbers_t *n, const block_t *b)
 {
-    /* Moments of int8 have been divided already. */
-    const float first = state == STATE_FP8 ? inverse(*b->m_scale) : has_ratios ? inverse(*b->m_scale) * 127.0f : 127.0f;
     const uint32_t step = step_of(b);
-    return (encoding_t){first, step ? 1.0f / (float)step * STEP : 0.0f, as_bits(*b->v_scale) - LARGEST * step};
+    return (encoding_t){
+        .first = state == STATE_INT8 ? inverse(*b->m_scale) * 127.0f : inverse(*b->m_scale),
+        .step = step ? 1.0f / (float)step * STEP : 0.0f,
+        .ahead = n->c.ahead * unit_of(state, b),
+        .bottom = bottom_of(n, b),
+    };
 }
 
 /* `code`: sign-extended. */
@@ -228,13 +262,25 @@ INLINE float decode_first(enum state state, int32_t code, float scale)
     return as_float(bits | ((uint32_t)code & 128) << 24) * scale;
 }
 
-INLINE uint32_t encode_first(enum state state, float x)
+/* The sum's lowest bit stands for 1: it is rounded to an integer. */
+#define TO_INTEGER 0x1.8p23f
+
+typedef struct {
+    uint32_t code;
+    float value; /* in units */
+} first_t;
+
+INLINE first_t encode_first(enum state state, float x)
 {
-    if (state == STATE_INT8)
-        return as_bits(x + 0x1.8p23f) & 255; /* the sum's lowest bit stands for 1: it is rounded to an integer */
-    const uint32_t bits = as_bits(x);
-    const int32_t magnitude = (int32_t)(((bits & 0x7fffffff) + (1 << 19)) >> 20) - E4M3_BIAS;
-    return ((uint32_t)(magnitude < 0 ? 0 : magnitude) & 127) | (bits >> 24 & 128);
+    if (state == STATE_INT8) {
+        const float sum = x + TO_INTEGER;
+        return (first_t){as_bits(sum) & 255, sum - TO_INTEGER};
+    }
+    const uint32_t bits = as_bits(x), rounded = (bits & MAGNITUDE) + (1 << 19);
+    const int32_t magnitude = (int32_t)(rounded >> 20) - E4M3_BIAS;
+    const uint32_t value = magnitude > 0 ? rounded & 0xfff00000 : 0;
+    return (first_t){(uint32_t)(magnitude < 0 ? 0 : magnitude) | (bits >> 24 & 128),
+                     as_float(value | (bits & ~MAGNITUDE))};
 }
 
 INLINE float decode_root(uint32_t code, const decoding_t *d)
@@ -250,11 +296,6 @@ INLINE uint32_t encode_root(float x, const encoding_t *e, uint32_t threshold)
 }
 
 /* ---- One element ---- */
-
-typedef struct {
-    struct constants c;
-    float w1g, w2g; /* weights of the gradient and of its square, with the gradient's factor in them */
-} numbers_t;
 
 typedef struct {
     float p, m, v;
@@ -302,14 +343,14 @@ typedef struct {
     float p, ratio, root;
 } coded_t;
 
-/* Codes hold sqrt(v), and of m its ratio to sqrt(v) + eps. */
+/* Codes hold sqrt(v), and of m its ratio to sqrt(v) + eps. The parameter lacks what the ratio's new code adds. */
 INLINE coded_t update_coded(const numbers_t *n, int coupled, float p, float g, float m, float root)
 {
     const struct constants *c = &n->c;
     const moments_t new = update_moments(n, coupled, p, g, m, root * root);
     root = sqrtf(new.v);
     const float ratio = new.m / (root + c->eps);
-    return (coded_t){p * c->decay - c->step_size * ratio, ratio, root};
+    return (coded_t){p * c->decay - n->step_size * ratio, ratio, root};
 }
 
 /* ---- Blocks ---- */
@@ -368,10 +409,6 @@ INLINE void update_bf16(enum param param, int coupled, const numbers_t *n, const
     }
 }
 
-/* Magnitudes have the order of their bits, and NaN comes after them all. */
-#define INFINITE 0x7f800000u
-#define MAGNITUDE 0x7fffffffu
-
 INLINE uint32_t larger(uint32_t a, uint32_t b)
 {
     return a > b ? a : b;
@@ -394,13 +431,14 @@ INLINE float finite_or(float x, float otherwise)
     return (as_bits(x) & MAGNITUDE) < INFINITE ? x : otherwise;
 }
 
-/* Codes need the block's new scales first: the new numbers wait in fp32, 2 KiB that stay in the nearest cache. Of the
-   first moment, that is m before the update, and after it what is going to be encoded. */
+/* Codes need the block's new scales first, and parameters the codes: the new numbers wait in fp32, 3 KiB that stay in
+   the nearest cache. Of the first moment, that is m before the update, and after it what is going to be encoded. */
 typedef struct {
-    _Alignas(64) float first_even[PAIRS], first_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS];
+    _Alignas(64) float first_even[PAIRS], first_odd[PAIRS], root_even[PAIRS], root_odd[PAIRS], p_even[PAIRS],
+        p_odd[PAIRS];
 } waiting_t;
 
-/* Roots but zero are as large as the code 1. */
+/* Roots but zero are as large as the least code but zero. */
 static void raise_roots(uint32_t lowest, waiting_t *w)
 {
     for (int j = 0; j < PAIRS; j++) {
@@ -411,21 +449,23 @@ static void raise_roots(uint32_t lowest, waiting_t *w)
 }
 
 /* The scales of a block, out of bits; `least`: of all roots but zero. */
-INLINE void store_scales(const block_t *b, uint32_t largest_first, uint32_t top, uint32_t least, waiting_t *w)
+INLINE void store_scales(const numbers_t *n, const block_t *b, uint32_t largest_first, uint32_t top, uint32_t least,
+                         waiting_t *w)
 {
-    const uint32_t one = (LARGEST - 2) << WIDTH_SHIFT, most = (top - 1) / (LARGEST << WIDTH_SHIFT);
+    const uint32_t grain = grain_of(n), largest = LARGEST(grain);
+    const uint32_t one = (largest - 2 * grain) << WIDTH_SHIFT, most = (top - 1) / (largest << WIDTH_SHIFT);
     const uint32_t before = as_bits(*b->m_scale) & 0xff;
     uint32_t width = (top - least + one - 1) / one;
     width = width < 1 ? 1 : width > WIDEST ? WIDEST : width;
     if (width <= before && 8 * width + 7 >= 7 * before)
         width = before;
     width = top < SMALLEST_SCALE_BITS ? 0 : width > most ? most : width;
-    const uint32_t step = width << WIDTH_SHIFT;
+    const uint32_t step = width << WIDTH_SHIFT, multiple = grain * step;
     if (width)
-        top = (top + step - 1) / step * step;
+        top = (top + multiple - 1) / multiple * multiple;
     *b->m_scale = as_float((largest_first & ~0xffu) | width);
     *b->v_scale = as_float(top);
-    const uint32_t lowest = top - (LARGEST - 1) * step;
+    const uint32_t lowest = top - (largest - grain) * step;
     if (width && lowest > least)
         raise_roots(lowest, w);
 }
@@ -440,7 +480,7 @@ static uint32_t least_but_zero(const waiting_t *w)
 }
 
 /* The scales of a block in which something is not finite, which is replaced by what is encoded in its stead. */
-static void scale_what_is_finite(const block_t *b, waiting_t *w)
+static void scale_what_is_finite(const numbers_t *n, const block_t *b, waiting_t *w)
 {
     uint32_t first = 0, top = 0;
     for (int j = 0; j < PAIRS; j++) {
@@ -451,41 +491,84 @@ static void scale_what_is_finite(const block_t *b, waiting_t *w)
         w->first_even[j] = finite_or(w->first_even[j], 0);
         w->first_odd[j] = finite_or(w->first_odd[j], 0);
     }
-    store_scales(b, first, top, least_but_zero(w), w);
+    store_scales(n, b, first, top, least_but_zero(w), w);
     for (int j = 0; j < PAIRS; j++) {
         w->root_even[j] = finite_or(w->root_even[j], *b->v_scale);
         w->root_odd[j] = finite_or(w->root_odd[j], *b->v_scale);
     }
 }
 
-/* First moments where codes are no ratios. */
-static void decode_moments(enum state state, const block_t *b, waiting_t *w)
+/* Where codes are no ratios, first moments have 9 bits, the lowest in the byte of the root. */
+
+INLINE float decode_moment(enum state state, uint32_t code, float scale)
 {
-    const int8_t *code = (const int8_t *)b->m;
+    if (state == STATE_INT8) {
+        const float x = (float)((int32_t)(code << 23) >> 23) * (float)(1 / 255.0);
+        return x * fabsf(x) * scale;
+    }
+    const uint32_t magnitude = code & 255;
+    return as_float((magnitude ? (magnitude + E4M4_BIAS) << 19 : 0) | (code & 256) << 23) * scale;
+}
+
+INLINE void decode_moments(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
+{
+    const decoding_t old = decoding_of(state, n, b);
     const float scale = *b->m_scale;
+#pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
-        const float even = code[2 * j] * (float)(1 / 127.0), odd = code[2 * j + 1] * (float)(1 / 127.0);
-        const int is_int8 = state == STATE_INT8;
-        w->first_even[j] = is_int8 ? even * fabsf(even) * scale : decode_first(STATE_FP8, code[2 * j], scale);
-        w->first_odd[j] = is_int8 ? odd * fabsf(odd) * scale : decode_first(STATE_FP8, code[2 * j + 1], scale);
+        const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
+        w->root_even[j] = decode_root(v & 254, &old);
+        w->root_odd[j] = decode_root(v >> 8 & 254, &old);
+        w->first_even[j] = decode_moment(state, (m & 255) << 1 | (v & 1), scale);
+        w->first_odd[j] = decode_moment(state, m >> 8 << 1 | (v >> 8 & 1), scale);
+    }
+}
+
+/* `share`: of the largest. */
+INLINE uint32_t encode_moment(enum state state, float share)
+{
+    if (state == STATE_INT8)
+        return as_bits(copysignf(sqrtf(fabsf(share)), share) * 255.0f + TO_INTEGER) & 511;
+    const uint32_t bits = as_bits(share);
+    const int32_t magnitude = (int32_t)(((bits & MAGNITUDE) + (1 << 18)) >> 19) - E4M4_BIAS;
+    return (uint32_t)(magnitude < 0 ? 0 : magnitude) | (bits >> 23 & 256);
+}
+
+INLINE void encode_moments(enum param param, enum state state, const numbers_t *n, const block_t *b,
+                           const waiting_t *w)
+{
+    const encoding_t new = encoding_of(state, n, b);
+    const float share = inverse(*b->m_scale);
+    const uint32_t first = 2 * b->pair * POSITION + b->key_v;
+#pragma omp simd
+    for (int j = 0; j < PAIRS; j++) {
+        const uint32_t even = first + WALKED[j], odd = even + POSITION;
+        const uint32_t m_even = encode_moment(state, w->first_even[j] * share);
+        const uint32_t m_odd = encode_moment(state, w->first_odd[j] * share);
+        const uint32_t v_even = encode_root(w->root_even[j], &new, even >> 16 << 1) & 254;
+        const uint32_t v_odd = encode_root(w->root_odd[j], &new, odd >> 16 << 1) & 254;
+        ((u16_t *)b->m)[j] = (uint16_t)(m_even >> 1 | m_odd >> 1 << 8);
+        ((u16_t *)b->v)[j] = (uint16_t)(v_even | (m_even & 1) | (v_odd | (m_odd & 1)) << 8);
+        store_param(param, b, j, w->p_even[j], w->p_odd[j]);
     }
 }
 
 INLINE void decode_block(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
 {
-    const decoding_t old = decoding_of(state, b);
+    if (n->c.has_ratios == 0) {
+        decode_moments(state, n, b, w);
+        return;
+    }
+    const decoding_t old = decoding_of(state, n, b);
     const float eps = n->c.eps_before;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
-        const int32_t m = (int16_t)((const u16_t *)b->m)[j];
-        const uint32_t v = ((const u16_t *)b->v)[j];
+        const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
         w->root_even[j] = decode_root(v & 255, &old);
         w->root_odd[j] = decode_root(v >> 8, &old);
-        w->first_even[j] = decode_first(state, (int8_t)m, old.first) * (w->root_even[j] + eps);
-        w->first_odd[j] = decode_first(state, m >> 8, old.first) * (w->root_odd[j] + eps);
+        w->first_even[j] = decode_first(state, (int32_t)(m << 24) >> 24, old.first) * (w->root_even[j] + eps);
+        w->first_odd[j] = decode_first(state, (int32_t)(m << 16) >> 24, old.first) * (w->root_odd[j] + eps);
     }
-    if (n->c.has_ratios == 0)
-        decode_moments(state, b, w);
 }
 
 /* First moments again, out of ratios; returns the largest one's bits. */
@@ -500,16 +583,7 @@ static uint32_t moments_of_ratios(float eps, waiting_t *w)
     return bits;
 }
 
-/* What is stored of moments in int8: square roots of their shares of the largest. */
-static void take_roots(float inverse, waiting_t *w)
-{
-    for (int j = 0; j < PAIRS; j++) {
-        w->first_even[j] = copysignf(sqrtf(fabsf(w->first_even[j]) * inverse), w->first_even[j]);
-        w->first_odd[j] = copysignf(sqrtf(fabsf(w->first_odd[j]) * inverse), w->first_odd[j]);
-    }
-}
-
-/* All of a block but its codes: parameters and scales. */
+/* All of a block but its codes and, for which they are needed, its parameters. */
 INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b,
                                waiting_t *w)
 {
@@ -522,42 +596,39 @@ INLINE void update_coded_block(enum param param, enum state state, int coupled, 
         const coded_t odd = update_coded(n, coupled, p.odd, g.odd, w->first_odd[j], w->root_odd[j]);
         largest_first = larger(largest_first, larger(as_bits(even.ratio) & MAGNITUDE, as_bits(odd.ratio) & MAGNITUDE));
         top = larger(top, larger(as_bits(even.root), as_bits(odd.root)));
-        if (param != PARAM_STOCHASTIC || coupled)
-            least = smaller(least, smaller(as_bits(even.root), as_bits(odd.root)));
+        least = smaller(least, smaller(as_bits(even.root), as_bits(odd.root)));
         w->first_even[j] = even.ratio;
         w->first_odd[j] = odd.ratio;
         w->root_even[j] = even.root;
         w->root_odd[j] = odd.root;
-        store_param(param, b, j, even.p, odd.p);
+        w->p_even[j] = even.p;
+        w->p_odd[j] = odd.p;
     }
-    /* On its own where random bits need the registers too: compilers spilled others for it, at a tenth of the speed. */
-    if (param == PARAM_STOCHASTIC && !coupled) {
-#pragma omp simd reduction(min : least)
-        for (int j = 0; j < PAIRS; j++)
-            least = smaller(least, smaller(as_bits(w->root_even[j]), as_bits(w->root_odd[j])));
-    }
-    const int has_ratios = n->c.has_ratios != 0;
-    if (!has_ratios)
+    if (n->c.has_ratios == 0)
         largest_first = moments_of_ratios(n->c.eps, w);
     if (larger(largest_first, top) >= INFINITE)
-        scale_what_is_finite(b, w);
+        scale_what_is_finite(n, b, w);
     else
-        store_scales(b, largest_first, top, least || !top ? least : least_but_zero(w), w);
-    if (!has_ratios && state == STATE_INT8)
-        take_roots(inverse(*b->m_scale), w);
+        store_scales(n, b, largest_first, top, least || !top ? least : least_but_zero(w), w);
 }
 
-INLINE void encode_block(enum state state, const numbers_t *n, const block_t *b, const waiting_t *w)
+INLINE void encode_block(enum param param, enum state state, const numbers_t *n, const block_t *b, const waiting_t *w)
 {
-    const encoding_t new = encoding_of(state, n->c.has_ratios != 0, b);
+    if (n->c.has_ratios == 0) {
+        encode_moments(param, state, n, b, w);
+        return;
+    }
+    const encoding_t new = encoding_of(state, n, b);
     const uint32_t first_even = 2 * b->pair * POSITION + b->key_v, first_odd = first_even + POSITION;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t even = first_even + WALKED[j], odd = first_odd + WALKED[j];
-        ((u16_t *)b->m)[j] = (uint16_t)(encode_first(state, w->first_even[j] * new.first) |
-                                        encode_first(state, w->first_odd[j] * new.first) << 8);
+        const first_t m_even = encode_first(state, w->first_even[j] * new.first);
+        const first_t m_odd = encode_first(state, w->first_odd[j] * new.first);
+        ((u16_t *)b->m)[j] = (uint16_t)(m_even.code | m_odd.code << 8);
         ((u16_t *)b->v)[j] = (uint16_t)(encode_root(w->root_even[j], &new, even >> 16) |
                                         encode_root(w->root_odd[j], &new, odd >> 16) << 8);
+        store_param(param, b, j, w->p_even[j] + new.ahead * m_even.value, w->p_odd[j] + new.ahead * m_odd.value);
     }
 }
 
@@ -597,7 +668,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
     for (int64_t i = 0; i < blocks; i++) {
         update_coded_block(param, state, coupled, &numbers, &b, &waiting[i % 2]);
         if (i > 0)
-            encode_block(state, &numbers, &before, &waiting[(i - 1) % 2]);
+            encode_block(param, state, &numbers, &before, &waiting[(i - 1) % 2]);
         before = b;
         b.p += BLOCK * param_bytes(param);
         b.g += BLOCK * param_bytes(param);
@@ -610,7 +681,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         b.pair += PAIRS;
     }
     if (blocks > 0)
-        encode_block(state, &numbers, &before, &waiting[(blocks - 1) % 2]);
+        encode_block(param, state, &numbers, &before, &waiting[(blocks - 1) % 2]);
 }
 
 /* One function for each kind. */
@@ -663,7 +734,7 @@ void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *
     const enum state state = (enum state)(t->kind / 2 % 4);
     const int p_bytes = param_bytes(param), m_bytes = state_bytes(state), r_bytes = remainder_bytes(param);
     const int coded = state == STATE_INT8 || state == STATE_FP8;
-    numbers_t n = {*c, c->w1, c->w2};
+    numbers_t n = {*c, c->w1, c->w2, c->step_size + c->ahead};
     if (!coupled) {
         n.w1g = c->w1 * c->gscale;
         n.w2g = (c->w2 * c->gscale) * c->gscale;

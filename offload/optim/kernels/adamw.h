@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Number of this interface; cpu.py refuses a library of another. */
-#define OFFLOAD_ABI 3
+#define OFFLOAD_ABI 4
 
 /* Elements that share a scale, and the unit in which tensors are updated. */
 #define BLOCK 256
@@ -38,7 +38,7 @@ struct tensor {
 /* formats.Constants */
 struct constants {
     float gscale, l2, decay, beta1, w1, beta2, w2, eps, step_size, bc2_sqrt, eps_before,
-        has_ratios;
+        has_ratios, ahead;
 };
 
 /* Updates elements [begin, end) of a tensor; begin is a multiple of BLOCK, end is one or the tensor's end. */

@@ -42,7 +42,7 @@ from offload.mixed import cuttable_groups
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
 from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_distributed, check_params, check_patterns
-from offload.sharded_states import for_loading, for_saving
+from offload.sharded_states import for_loading, for_saving, tell_of_fp32
 from offload.state_view import StateView
 
 GIB = 2**30
@@ -213,6 +213,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, self._engine.close)
         super().__init__(groups, self.base_optimizer.defaults)
         self._pull_groups()
+        if self._parts:
+            tell_of_fp32(self.param_groups)
         self._add_units(self.param_groups)
         if model is not None:
             self.attach(model)
@@ -418,9 +420,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             names = {index: self._paths[p] for index, p in zip(ids, tensors_of(self.param_groups), strict=True)}
             state_dict["state"] = self._states.for_saving(state_dict["state"], names)
         if self._parts:
-            base_class = type(self.base_optimizer)
-            params = tensors_of(self.param_groups)
-            state_dict = for_saving(state_dict, params, state_blocks(base_class), path_of(base_class))
+            state_dict = for_saving(state_dict, tensors_of(self.param_groups), path_of(type(self.base_optimizer)))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced

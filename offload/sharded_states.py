@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from offload.engine.shards import has_blocks, is_distributed, local_state, whole_state
+from offload.engine.shards import has_blocks, is_distributed, local, local_state, whole_state
 from offload.errors import UserError
-from offload.optim.formats import BLOCK, STATE_BLOCK
+from offload.optim.formats import BLOCK, CODED, STATE_BLOCK, as_kept, as_shared, shared_shape
 from offload.optim.interchange import decoded
 
+WORTH_TELLING = 0.01
+"""Share of all elements whose moments are larger than their group says."""
 
-def for_saving(
-    state_dict: dict[str, Any], params: Sequence[Tensor], blocks: Mapping[str, int], class_name: str
-) -> dict[str, Any]:
+
+def tell_of_fp32(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn where many of the parameters that ranks share keep fp32 moments instead of 8-bit codes."""
+    params = [(param, group) for group in groups for param in group["params"]]
+    kept = [param for param, group in params if group.get("state_dtype") in CODED and not has_blocks(param, BLOCK)]
+    share = sum(param.numel() for param in kept) / max(1, sum(param.numel() for param, _ in params))
+    if share > WORTH_TELLING:
+        largest = max(kept, key=Tensor.numel)
+        warnings.warn(
+            f"{share:.0%} of the elements keep fp32 moments instead of 8-bit ones, such as a parameter of shape "
+            f"{tuple(largest.shape)}: where several ranks share a parameter, its rows have to be multiples of {BLOCK} "
+            "elements; state_dtype=bf16 would take 4 bytes per element instead of 8",
+            stacklevel=3,
+        )
+
+
+def for_saving(state_dict: dict[str, Any], params: Sequence[Tensor], class_name: str) -> dict[str, Any]:
     """A base optimizer's ``state_dict`` with DTensors, over the same memory, for the states of distributed parameters.
 
     Args:
         state_dict: with this rank's parts.
         params: the caller's parameters, in the order of the groups.
-        blocks: of the base optimizer's states, elements of the parameter for each of theirs where that is not one.
         class_name: what the base optimizer is called.
 
     Raises:
-        UserError: for a state that has neither the parameter's shape nor such blocks.
+        UserError: for a state of another shape than its parameter's, which is not one of :class:`offload.optim.Adam`.
     """
     states = dict(state_dict["state"])
     for index, param in _distributed(state_dict, params):
         try:
             states[index] = {
-                key: whole_state(value, param, blocks.get(key, 1)) if _is_sharded(value) else value
-                for key, value in states[index].items()
+                key: _whole(key, value, param) if _is_sharded(value) else value for key, value in states[index].items()
             }
         except ValueError as error:
             raise UserError(
@@ -52,17 +69,24 @@ def for_loading(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[st
     groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
     for index, param in _distributed(state_dict, params):
         state = states[index]
-        scales = [state[key] for key in STATE_BLOCK if key in state]
-        if scales and not has_blocks(param, BLOCK):
+        if any(key in state for key in STATE_BLOCK) and not has_blocks(param, BLOCK):
             state = decoded(state, groups[index])
         try:
-            states[index] = {
-                key: local_state(value, param, STATE_BLOCK.get(key, 1)) if _is_sharded(value) else value
-                for key, value in state.items()
-            }
+            parts = {key: _part(key, value, param) if _is_sharded(value) else value for key, value in state.items()}
+            states[index] = as_kept(parts)
         except ValueError as error:
             raise ValueError(f"the state to load for parameter {index} has {error}") from error
     return {**state_dict, "state": states}
+
+
+def _whole(key: str, part: Tensor, param: Tensor) -> Tensor:
+    shaping = partial(shared_shape, key, part.dtype)
+    return whole_state(as_shared(key, part, local(param).shape), param, shaping)
+
+
+def _part(key: str, value: Tensor, param: Tensor) -> Tensor:
+    is_bytes = key == "remainder" and value.dtype == torch.uint8
+    return local_state(value, param, partial(shared_shape, key, torch.int16 if is_bytes else torch.uint8))
 
 
 def _is_sharded(value: Any) -> bool:

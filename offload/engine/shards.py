@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,53 +169,50 @@ def _over_ranks(norms: Tensor, group: Any, norm_type: float) -> Tensor:
 
 # States
 
-
-def _shape(shape: Sequence[int], block: int) -> torch.Size:
-    """Of a state with one element for each ``block`` elements of a row."""
-    return torch.Size([*shape[:-1], shape[-1] // block] if block > 1 else shape)
+Shaping = Callable[[Sequence[int]], Sequence[int]]
+"""From the shape of a parameter, or of this rank's part of it, to that of a state; the same for either."""
 
 
-def whole_state(part: Tensor, param: Any, block: int = 1) -> Tensor:
+def whole_state(part: Tensor, param: Any, shape_of: Shaping = tuple) -> Tensor:
     """A state of this rank's part of a parameter as a DTensor over the same memory.
 
     Args:
-        part: the shape of the parameter's part, or flat with one element for each ``block`` of its elements.
-        param: a DTensor, which :func:`has_blocks` of that size.
-        block: elements of the parameter for each of the state's; the DTensor's last dimension is as much shorter.
+        part: the state.
+        param: a DTensor.
+        shape_of: the state's shape.
 
     Raises:
-        ValueError: for another shape.
+        ValueError: for a state of another shape.
     """
-    expected = _shape(local(param).shape, block)
-    if part.numel() != expected.numel() or (block == 1 and part.shape != expected):
-        raise ValueError(f"shape {tuple(part.shape)}, expected {tuple(expected)}")
-    return _distributed(part if block == 1 else part.view(expected), param, _shape(param.shape, block))
+    expected = tuple(shape_of(local(param).shape))
+    if part.shape != expected:
+        raise ValueError(f"shape {tuple(part.shape)}, expected {expected}")
+    return _distributed(part, param, shape_of(param.shape))
 
 
-def local_state(value: Any, param: Any, block: int = 1) -> Tensor:
-    """This rank's part of a parameter's saved state, in the form in which the base optimizer keeps it.
+def local_state(value: Any, param: Any, shape_of: Shaping = tuple) -> Tensor:
+    """This rank's part of a parameter's saved state.
 
     Args:
         value: a DTensor laid out in any way over the parameter's mesh, the whole as a plain tensor, or the part itself.
+            The latter two may have been flattened.
         param: a DTensor.
-        block: as in :func:`whole_state`.
+        shape_of: the state's shape.
 
     Raises:
-        ValueError: for another shape.
+        ValueError: for a state of another shape.
     """
-    whole, part = _shape(param.shape, block), _shape(local(param).shape, block)
-    if is_distributed(value):
-        if value.shape != whole:
-            raise ValueError(f"shape {tuple(value.shape)}, expected {tuple(whole)}")
+    whole, part = torch.Size(shape_of(param.shape)), torch.Size(shape_of(local(param).shape))
+    if is_distributed(value) and value.shape == whole:
         if value.placements != param.placements or value.device_mesh != param.device_mesh:
             value = value.redistribute(param.device_mesh, param.placements)
-        value = value._local_tensor
-    elif value.numel() == whole.numel() and whole != part:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offsets = compute_local_shape_and_global_offset(whole, param.device_mesh, param.placements)
-        ranges = tuple(slice(offset, offset + size) for offset, size in zip(offsets, part, strict=True))
-        value = value.reshape(whole)[ranges]
-    elif value.numel() != part.numel():
+        return local(value)
+    if is_distributed(value) or value.numel() not in (whole.numel(), part.numel()):
         raise ValueError(f"shape {tuple(value.shape)}, expected {tuple(whole)}")
-    return value.reshape(-1) if block > 1 else value
+    if value.numel() == part.numel():
+        return value.reshape(part)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(whole, param.device_mesh, param.placements)
+    ranges = tuple(slice(offset, offset + size) for offset, size in zip(offsets, part, strict=True))
+    return value.reshape(whole)[ranges]

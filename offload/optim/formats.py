@@ -14,6 +14,7 @@ Blocks are ranges of a dense tensor's memory. Functions here are exact definitio
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ BLOCK = 256
 """Elements that share a scale. 8-bit states cost 1 + 4 / BLOCK bytes per element and moment."""
 
 STATE_DTYPES = ("fp32", "bf16", "int8", "fp8")
+
+CODED = ("int8", "fp8")
+"""Of them, those of 8-bit codes with scales."""
 
 MASTERS = ("none", "stochastic", "split", "split24")
 
@@ -116,6 +120,34 @@ class Item(NamedTuple):
     constants: Constants
 
 
+def shared_shape(key: str, dtype: torch.dtype, shape: Sequence[int]) -> Sequence[int]:
+    """The shape of what is saved of a state of a parameter of that shape, where several ranks share the parameter.
+
+    Scales have the parameter's dimensions, the last one shorter; 16-bit remainders are two bytes each, since no backend
+    of torch.distributed knows 16-bit integers.
+    """
+    if key in STATE_BLOCK:
+        return *shape[:-1], shape[-1] // BLOCK
+    return (*shape, 2) if key == "remainder" and dtype == torch.int16 else shape
+
+
+def as_shared(key: str, value: Tensor, shape: Sequence[int]) -> Tensor:
+    """A state of a parameter of that shape in :func:`shared_shape`, over the same memory."""
+    if key in STATE_BLOCK:
+        return value.view(*shared_shape(key, value.dtype, shape))
+    return value.unsqueeze(-1).view(torch.uint8) if key == "remainder" and value.dtype == torch.int16 else value
+
+
+def as_kept(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse, of all states of a parameter, which may be in that form already."""
+    kept = dict(state)
+    kept.update((key, state[key].reshape(-1)) for key in STATE_BLOCK if key in state)
+    remainder = state.get("remainder")
+    if remainder is not None and remainder.dtype == torch.uint8:
+        kept["remainder"] = remainder.contiguous().view(torch.int16).squeeze(-1)
+    return kept
+
+
 def state_dtype_of(param: Tensor, state_dtype: str) -> str:
     """In what the moments of a parameter are kept where its group says ``state_dtype``.
 
@@ -123,8 +155,7 @@ def state_dtype_of(param: Tensor, state_dtype: str) -> str:
     ``offload_has_blocks`` of it, which is False then): norms, biases, and matrices whose rows are no whole number of
     blocks. So scales belong to one rank, and results do not depend on how many there are.
     """
-    is_coded = state_dtype in ("int8", "fp8")
-    return "fp32" if is_coded and not getattr(param, "offload_has_blocks", True) else state_dtype
+    return "fp32" if state_dtype in CODED and not getattr(param, "offload_has_blocks", True) else state_dtype
 
 
 def param_kind(dtype: torch.dtype, master: str) -> str:

@@ -14,6 +14,7 @@ from offload.optim import codes, earlier
 from offload.optim.formats import (
     BLOCK,
     STATE_BLOCK,
+    as_kept,
     flat,
     join_master,
     remainder_like,
@@ -153,6 +154,7 @@ def decoded(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _plain(state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor | None) -> dict[str, Tensor]:
+    state = as_kept(state)
     m, v = _moments(state, group)
     plain = {"step": state["step"].clone(), "exp_avg": m, "exp_avg_sq": v}
     if "remainder" in state and param is not None:
@@ -185,9 +187,8 @@ def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _coded(state: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """8-bit moments in the order in which ``codes`` takes them; scales are matrices where ranks shared a parameter."""
-    scales = [state[key].reshape(-1) for key in ("exp_avg_scale", "exp_avg_sq_scale")]
-    return flat(state["exp_avg"]), scales[0], flat(state["exp_avg_sq"]), scales[1]
+    """8-bit moments in the order in which ``codes`` takes them."""
+    return flat(state["exp_avg"]), state["exp_avg_scale"], flat(state["exp_avg_sq"]), state["exp_avg_sq_scale"]
 
 
 def _packed(
@@ -207,7 +208,7 @@ def _packed(
             f"the state to load has shape {tuple(shape)}, expected {tuple(param.shape)}: it was saved for other "
             "parameters or in another order"
         )
-    saved = {**saved, **{key: saved[key].reshape(-1) for key in STATE_BLOCK if key in saved}}
+    saved = as_kept(saved)
     step, state_dtype = float(saved["step"]), state_dtype_of(param, group["state_dtype"])
     spec = state_spec(param.dtype, param.numel(), state_dtype, group["master"])
     state: dict[str, Any] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +156,47 @@ def grouped() -> Any:
     return sharded(model)
 
 
+def from_meta() -> Any:
+    """FSDP2 moves uneven shards to memory of its own at the first forward, after the optimizer was built."""
+    with torch.device("meta"):
+        model = sharded(Llama())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.1)
+            param.to_local().mul_(torch.rand(param.to_local().shape))
+    return model
+
+
+class Parallel(nn.Module):
+    """Cut by columns and by rows, as tensor parallelism does; its norm is repeated, and its gradients are summands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 16).requires_grad_(False)
+        self.before = nn.Sequential(nn.LayerNorm(16))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return nn.functional.linear(x + self.down(torch.relu(self.up(self.before(x)))), self.embed.weight)
+
+
+def in_parallel(mesh: DeviceMesh | None = None) -> Any:
+    plan = {
+        "before": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        "before.0": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    return parallelize_module(Parallel(), mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),)), plan)
+
+
+def in_both() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    return fully_shard(in_parallel(mesh["tensor"]), mesh=mesh["shard"])
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MODELS: dict[str, Callable[[], Any]] = {
     "tied": lambda: sharded(Llama(tied=True)),
@@ -161,10 +209,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "by columns": by_columns,
     "repeated": lambda: sharded(Repeated()),
     "grouped": grouped,
+    "from meta": from_meta,
+    "in parallel": in_parallel,
     "replicated": lambda: on_a_grid(2, 1),
     "one replica": lambda: on_a_grid(1, 2),
 }
 OF_FOUR: dict[str, Callable[[], Any]] = {
+    "in both": in_both,
     "grid": lambda: on_a_grid(2, 2),
     "kept in part": lambda: sharded(Llama(), reshard_after_forward=2),
 }
@@ -180,6 +231,8 @@ def compare_model(kind: str, name: str) -> list[str]:
     for case in QUIRKS:
         if name == "bf16":  # whose norms torch takes in bf16, and this in fp32
             case = replace(case, clip=None)
+        if name in ("in parallel", "in both"):  # whose summands torch adds up in another order
+            case = replace(case, accumulation=1, clip=None)
         seen = []
         for is_plain in (True, False):
             with nullcontext() if is_plain else device(kind):
@@ -196,10 +249,23 @@ def compare_model(kind: str, name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["simulated", pytest.param("threaded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("name", "count"), [*((name, 2) for name in MODELS), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in OF_FOUR)]
-)
+# Of tensor parallelism, DTensor finds out rules on the way, which the simulator takes for work.
+KINDS = [
+    pytest.param(
+        name,
+        2 if name in MODELS else 4,
+        kind,
+        marks=()
+        if name in MODELS and kind == ("threaded" if name == "in parallel" else "simulated")
+        else pytest.mark.slow,
+    )
+    for name in (*MODELS, *OF_FOUR)
+    for kind in ("simulated", "threaded")
+    if (name, kind) not in (("in parallel", "simulated"), ("in both", "simulated"))
+]
+
+
+@pytest.mark.parametrize(("name", "count", "kind"), KINDS)
 def test_every_kind_of_model_trains_as_in_plain_fsdp2(ranks: Ranks, name: str, count: int, kind: str) -> None:
     for found in ranks.run(count, compare_model, kind, name):
         assert found == []
@@ -245,3 +311,29 @@ def compare_ddp(kind: str) -> list[str]:
 def test_ddp_trains_as_with_the_plain_optimizer(ranks: Ranks) -> None:
     for found in ranks.run(2, compare_ddp, "threaded"):
         assert found == []
+
+
+def norms(name: str) -> list[tuple[float, float]]:
+    """Of all gradients: ours, and from the whole tensors."""
+    found = []
+    for order in (2.0, 1.0, float("inf")):
+        for case in (Case("stream"), Case("host", offload_gradients=True)):
+            with device("threaded"):
+                model = made({**MODELS, **OF_FOUR}[name])
+                optimizer = optimizer_of(case, model)
+                loss_of(model, 0).backward()
+                if not case.offload_gradients:
+                    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+                    whole = [gradient.full_tensor().double().flatten() for gradient in gradients]  # type: ignore[attr-defined]
+                    expected = float(torch.linalg.vector_norm(torch.cat(whole), order))
+                found.append((float(optimizer.grad_norm(order)), expected))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("in parallel", 2), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in ("in both", "grid"))]
+)
+def test_norms_count_each_element_once(ranks: Ranks, name: str, count: int) -> None:
+    for found in ranks.run(count, norms, name):
+        for got, want in found:
+            assert got == pytest.approx(want, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,16 @@ def test_states_that_cannot_be_saved() -> None:
     optimizer.step()
     with pytest.raises(UserError, match=r"keeps a state of shape \(2,\), expected \(4, 2\).*use torch.optim.AdamW"):
         optimizer.state_dict()
+
+
+def test_moments_that_are_larger_than_asked_for() -> None:
+    wide, narrow = shared(100, 256), shared(100, 100)
+    for params, options in [([wide, shared(256)], {}), ([narrow], {"state_dtype": "bf16"})]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            OffloadOptimizer(params, "offload.optim.AdamW", lr=0.1, **options)
+    with pytest.warns(UserWarning, match=r"28% of the elements keep fp32.*\(100, 100\).*multiples of 256.*=bf16"):
+        OffloadOptimizer([wide, narrow], "offload.optim.AdamW", lr=0.1)
 
 
 def test_a_taken_gradient_of_a_shard_cannot_be_changed() -> None:

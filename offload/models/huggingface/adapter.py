@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,13 @@ class AdaptedModel(HuggingFaceModel):
         base: the model; its modules are wrapped in place.
         config: a ``peft.LoraConfig``, or another of peft's configurations whose adapter can be merged.
 
+    Attributes:
+        left_out: names of linear layers, ends of paths, that ``all-linear`` does not mean: what they give is not a
+            product alone (a router's scores and choices).
+
     Raises:
-        UserError: for targets that the model does not have, and what else peft refuses.
+        UserError: for targets that the model does not have or no adapter fits, a rank above all of theirs, and what
+            else peft refuses.
     """
 
     def __init__(self, base: HuggingFaceModel, config: Any) -> None:
@@ -42,9 +47,13 @@ class AdaptedModel(HuggingFaceModel):
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.name_or_path
         config.task_type = config.task_type or "CAUSAL_LM"
-        if base.frozen and getattr(config, "exclude_modules", "none") is None:
+        odd = _odd_linears(base.module)
+        means_all = str(getattr(config, "target_modules", None)).lower() == "all-linear"
+        self.left_out = sorted({name.rpartition(".")[2] for name in odd}) if means_all else []
+        if hasattr(config, "exclude_modules"):
             # all-linear would also mean towers that no text goes through.
-            config.exclude_modules = rf"(.*\.)?({'|'.join(base.frozen)})(\..*)?"
+            towers = base.frozen if config.exclude_modules is None else []
+            config.exclude_modules = _excluded(config.exclude_modules, towers, odd if means_all else {})
         _check(config, base.module)
         if next(base.module.parameters()).is_meta and isinstance(getattr(config, "init_lora_weights", None), str):
             config = copy.copy(config)
@@ -54,7 +63,14 @@ class AdaptedModel(HuggingFaceModel):
         except (ValueError, TypeError, NotImplementedError, re.error) as error:
             raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error
         super().__init__(module, name_or_path=base.name_or_path, tried=base)
-        for _, layer in _adapted(module):
+        _check_ranks(module)
+        for name, layer in _adapted(module):
+            own_name = name.removeprefix(_PREFIX)
+            if own_name in odd:
+                raise UserError(
+                    f"adapter.target_modules: {own_name} is a {odd[own_name]}, which gives more than a product: no "
+                    "adapter fits it; leave it out"
+                )
             if not hasattr(layer, "merge"):
                 raise UserError(f"adapter: {type(layer).__name__} cannot be merged into the model; use peft.LoraConfig")
             if is_in_4bit(layer.get_base_layer()) and not hasattr(layer, "lora_variant"):
@@ -124,6 +140,54 @@ def _check(config: Any, module: nn.Module) -> None:
             near = nearest(str(wanted), {name.rpartition(".")[2] for name in names})
             hint = f"; did you mean {near}?" if near else ""
             raise UserError(f"adapter.modules_to_save: the model has no module {wanted}{hint}")
+
+
+def _odd_linears(module: nn.Module) -> dict[str, str]:
+    """Linear layers that do not give what ``nn.Linear`` gives, with the names of their classes."""
+    is_odd: dict[type[nn.Module], bool] = {}
+    odd = {}
+    for name, part in module.named_modules():
+        kind = type(part)
+        if not isinstance(part, nn.Linear) or kind.forward is nn.Linear.forward or is_in_4bit(part):
+            continue
+        if kind not in is_odd:
+            is_odd[kind] = not _gives_a_product(part)
+        if is_odd[kind]:
+            odd[name] = kind.__name__
+    return odd
+
+
+@torch.no_grad()
+def _gives_a_product(layer: nn.Linear) -> bool:
+    try:
+        output: Any = layer(layer.weight.new_zeros(2, layer.in_features))
+    except (RuntimeError, ValueError, IndexError, TypeError):  # it takes other shapes
+        return False
+    return isinstance(output, Tensor) and output.shape == (2, layer.out_features)
+
+
+def _excluded(given: Any, towers: Sequence[str], odd: Iterable[str]) -> Any:
+    """peft's ``exclude_modules``: what is given there, towers by a part of the path, and layers by their whole path."""
+    parts = [re.escape(name) for name in odd]
+    if towers:
+        parts.append(rf"(.*\.)?({'|'.join(towers)})(\..*)?")
+    if not parts:
+        return given
+    if given is None or isinstance(given, str):
+        return "|".join([*([f"(?:{given})"] if given else []), *parts])
+    return [*given, *odd]
+
+
+def _check_ranks(module: nn.Module) -> None:
+    """UserError for LoRA whose rank is above what any product of its layers can have."""
+    layers = [(name, layer) for name, layer in _adapted(module) if ADAPTER in getattr(layer, "lora_A", ())]
+    sides = {name: min(layer.in_features, layer.out_features) for name, layer in layers}
+    if layers and all(layer.r[ADAPTER] > sides[name] for name, layer in layers):
+        name, layer = max(layers, key=lambda each: sides[each[0]])
+        raise UserError(
+            f"adapter.r: got {layer.r[ADAPTER]}, expected at most {sides[name]}: {name.removeprefix(_PREFIX)} is "
+            f"{layer.out_features} x {layer.in_features}, and a higher rank than its smaller side adds nothing"
+        )
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -139,6 +139,11 @@ class HuggingFaceSource:
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
         config = self._adapter_config()
         model = AdaptedModel(self._load(None), config)
+        if model.left_out:
+            self._tell(
+                f"adapter.target_modules=all-linear: without {', '.join(model.left_out)}, whose output is more than a "
+                "product"
+            )
         self.format.model = model
         if folder is not None:
             model.load_adapter(adapter)

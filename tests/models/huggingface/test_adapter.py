@@ -263,3 +263,73 @@ def test_all_linear_means_the_part_that_is_trained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"adapter: .*exclude"):
         again = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
         AdaptedModel(again, LoraConfig(r=4, target_modules=r".*vision_tower.*q_proj"))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe", "deepseek_v4", "falcon"])
+def test_all_linear_leaves_out_layers_that_give_more_than_a_product(family: str, tmp_path: Path) -> None:
+    """Routers of Llama 4 and Phi MoE are Linear by class, and return a tuple; Falcon's own Linear is one."""
+    from peft import LoraConfig
+
+    def routers(model: AdaptedModel) -> list[str]:
+        return [name for name in model.adapter_weights() if ".router." in name]
+
+    families.save(family, tmp_path)
+    base = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+    expected = logits_of(base)
+    model = AdaptedModel(base, LoraConfig(r=2, target_modules="all-linear"))
+    assert model.left_out == {"falcon": [], "deepseek_v4": ["o_a_proj"]}.get(family, ["router"])
+    assert model.adapter_weights() and not routers(model)
+    torch.testing.assert_close(logits_of(model), expected)
+    excludes: list[Any] = [r".*\.q_proj", ["q_proj"]]
+    for exclude in excludes if family == "phimoe" else []:
+        base = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+        model = AdaptedModel(base, LoraConfig(r=2, target_modules="all-linear", exclude_modules=exclude))
+        assert not routers(model) and not [name for name in model.adapter_weights() if "q_proj" in name]
+        torch.testing.assert_close(logits_of(model), expected)
+
+
+def test_a_router_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    families.save("phimoe", tmp_path)
+    base = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+    with pytest.raises(
+        UserError, match=r"adapter\.target_modules: model\.layers\.0\.mlp\.router is a PhimoeTopKRouter"
+    ):
+        AdaptedModel(base, LoraConfig(r=2, target_modules=["q_proj", "router"]))
+
+
+def test_a_rank_above_every_layer_is_refused(folder: Path) -> None:
+    from peft import LoraConfig
+
+    def adapt(rank: int, targets: Any) -> None:
+        base = from_pretrained(folder, device=torch.device("meta"), dtype=torch.float32)
+        AdaptedModel(base, LoraConfig(r=rank, target_modules=targets))
+
+    with pytest.raises(
+        UserError, match=r"adapter\.r: got 100000, expected at most 32: model\.layers\.\d\.self_attn\.q_proj is"
+    ):
+        adapt(100_000, "all-linear")
+    with pytest.raises(UserError, match=r"adapter\.r: got 17, expected at most 16: .*k_proj is 16 x 32"):
+        adapt(17, ["k_proj"])
+    adapt(17, "all-linear")  # some layers are smaller than others
+    adapt(32, "all-linear")
+
+
+@pytest.mark.parametrize("family", ["emu3", "zamba"])
+def test_merging_gives_the_live_model(family: str, tmp_path: Path) -> None:
+    """Emu3 is a language model and a codec, which ``AutoModelForCausalLM`` does not open; Zamba repeats one block,
+    whose repetitions get adapters of their own and so differ after merging."""
+    from peft import LoraConfig
+
+    families.save(family, tmp_path / "base")
+    torch.manual_seed(0)
+    base = from_pretrained(tmp_path / "base", device=CPU, dtype=torch.float32)
+    model = AdaptedModel(base, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for _, param in trained(model.module):
+            param.add_(torch.randn_like(param), alpha=0.1)
+    expected = logits_of(model)
+    model.save(tmp_path / "merged", model.merged_weights(), max_shard_bytes=2**30)
+    merged = from_pretrained(tmp_path / "merged", device=CPU, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(merged), expected, rtol=1e-4, atol=1e-5)

@@ -50,7 +50,8 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        inputs: the model's keyword arguments (tokens [batch, tokens], mask, input_pos).
+        inputs: the model's keyword arguments (tokens [batch, tokens], mask, input_pos, document_ends,
+            longest_document).
         labels: int64 [batch, tokens], shifted: position t holds the token that follows t.
         num_tokens: tokens that are not padding.
         num_labels: labels that count in the loss.
@@ -128,6 +129,9 @@ class PackedCollate:
         }
         lengths = [sample["seq_lens"] for sample in samples]
         if not self._masks:
+            ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
+            inputs["document_ends"] = torch.nn.functional.pad(ends, (1, 0))
+            inputs["longest_document"] = max(int(each.max()) for each in lengths)
             return inputs
         if self._has_flex_attention:
             inputs["documents"] = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])

@@ -38,6 +38,8 @@ class CausalLM(Protocol):
         Args:
             inputs: ``tokens`` int64 [batch, tokens]; ``input_pos`` of the same shape where a row holds several
                 documents, each counting from 0; ``mask`` for models that do not tell documents by their positions.
+                With ``input_pos`` also ``document_ends``, int32 [documents + 1] from 0, in all rows one after the
+                other, and ``longest_document``, so many tokens, where that is known to the host.
         """
 
     def head(self, hidden: Tensor) -> Tensor:

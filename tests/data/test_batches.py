@@ -165,6 +165,13 @@ def test_packs_are_collated_as_torchtune_does() -> None:
     assert all(torch.equal(batch.inputs[name], expected[name]) for name in expected)
 
 
+def test_packs_without_a_mask_tell_where_documents_end() -> None:
+    inputs = Collate(PackedCollate(False, False), 0, -100)([dict(pack) for pack in PACKS]).inputs
+    ends = inputs["document_ends"]
+    assert ends.dtype == torch.int32 and ends.tolist() == [0, 3, 133, 256, 512, 513, 640, 768]
+    assert inputs["longest_document"] == 256 and "mask" not in inputs
+
+
 def test_samples_are_padded_as_torchtune_does() -> None:
     torchao_shim.install()
     from torchtune import data

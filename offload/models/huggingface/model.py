@@ -57,6 +57,8 @@ class HuggingFaceModel:
             self.has_separate_head = self._head.is_whole(self._device)
         else:
             self.has_separate_head, self._head.changes = tried.has_separate_head, tried._head.changes
+        if self._device.type != "meta":
+            self._packs.settle()
 
     @property
     def _device(self) -> torch.device:

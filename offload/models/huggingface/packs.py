@@ -7,7 +7,8 @@ convolutions have no mask at all. No list says which: a trial does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,18 +41,29 @@ class Packs:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._makes_masks = False
+        self._takes_ends = False
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keyword arguments for ``tokens`` and ``input_pos``, int64 [batch, tokens] each.
+        """The model's keyword arguments for ``tokens`` and what is told of documents.
 
         There is nothing to cache in training.
+
+        Args:
+            inputs: as :meth:`offload.models.protocol.CausalLM.hidden` takes them.
         """
         tokens, positions = inputs["tokens"], inputs.get("input_pos")
+        arguments = {"input_ids": tokens, "use_cache": False}
         if positions is None:
-            return {"input_ids": tokens, "use_cache": False}
+            if self._takes_ends and len(tokens) == 1:
+                arguments |= _ends(
+                    torch.arange(0, tokens.numel() + 1, tokens.numel(), device=tokens.device), tokens.numel()
+                )
+            return arguments
         if self._in_one_row:
-            tokens, positions = tokens.reshape(1, -1), positions.reshape(1, -1)
-        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+            arguments["input_ids"], positions = tokens.reshape(1, -1), positions.reshape(1, -1)
+            if self._takes_ends and "document_ends" in inputs:
+                arguments |= _ends(inputs["document_ends"], inputs["longest_document"])
+        arguments["position_ids"] = positions
         if self._makes_masks:
             arguments["attention_mask"] = self._masks(positions)
         return arguments
@@ -67,20 +79,46 @@ class Packs:
         Raises:
             UserError: where they are not.
         """
-        was_training = self._model.training
-        self._model.eval()
-        try:
+        with self._in_evaluation():
             for self._makes_masks in (False, True):
                 if self._keeps_apart():
                     return
-        finally:
-            self._model.train(was_training)
         base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         raise UserError(
             f"dataset.packed: {type(base).__name__} does not keep the documents of a pack apart (layers that carry a "
             "state from token to token, or a mask that does not look at positions): what it says in one changes with "
             "another; set dataset.packed=False"
         )
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Find out whether flash attention can be told where documents end.
+
+        Otherwise transformers looks for them in the positions, and each layer of a single row waits for the device.
+        """
+        if not self._in_one_row:
+            return
+        tokens = {"tokens": self._tokens()[:1]}
+        with self._in_evaluation():
+            expected = self._model(**self.arguments(tokens)).logits
+            self._takes_ends = True
+            try:
+                found = self._model(**self.arguments(tokens)).logits
+                bound = PLACE if expected.dtype == torch.float32 else PLACE_16_BIT
+                self._takes_ends = float((found - expected).float().norm() / expected.float().norm()) <= bound
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # classes that take no such arguments fail in as many ways
+                self._takes_ends = False
+
+    @contextlib.contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train(was_training)
 
     @property
     def _in_one_row(self) -> bool:
@@ -135,7 +173,10 @@ class Packs:
         return _relative((self._logits(others, positions) - expected)[looked_at], expected)
 
     def _logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        inputs = {"tokens": tokens, "input_pos": positions}
+        starts = (positions.reshape(-1) == 0).nonzero().reshape(-1)
+        ends = torch.cat([starts, starts.new_tensor([positions.numel()])])
+        longest = int(ends.diff().max())
+        inputs = {"tokens": tokens, "input_pos": positions, "document_ends": ends, "longest_document": longest}
         return self.rows(self._model(**self.arguments(inputs)).logits, inputs)
 
     def _masks(self, positions: Tensor) -> Any:
@@ -150,6 +191,12 @@ class Packs:
             past_key_values=None,
             position_ids=positions,
         )
+
+
+def _ends(ends: Tensor, longest: int) -> dict[str, Any]:
+    """What transformers' ``FlashAttentionKwargs`` tell of documents, so that no layer looks for them."""
+    ends = ends.to(torch.int32)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

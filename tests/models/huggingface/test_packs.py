@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.data.batches import Collate, PackedCollate
 from offload.data.labels import shift_labels
 from offload.data.packing import packed
 from offload.errors import UserError
@@ -136,20 +137,69 @@ def attend_in_documents(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor
     return torch.cat([attend(q[None, p], k[None, p], v[None, p], options["softmax_scale"])[0] for p in parts])
 
 
-def test_flash_attention_gets_all_packs_in_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks for documents in a batch of one row only; its kernels are stood in for."""
+def with_flash_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
+    """A model whose kernels are stood in for."""
     import transformers.modeling_flash_attention_utils as flash
 
     def kernels(*_: Any) -> Any:
         return (attend, attend_in_documents, None, None, None), (lambda **options: options, None)
 
     monkeypatch.setattr(flash, "lazy_import_flash_attention", kernels)
-    module = families.make("llama")
+    module = families.make(family)
     module.config._attn_implementation = "flash_attention_2"
-    model = HuggingFaceModel(module)
+    return HuggingFaceModel(module)
+
+
+def test_flash_attention_gets_all_packs_in_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks for documents in a batch of one row only."""
+    model = with_flash_attention("llama", monkeypatch)
     model.check_packs()
     assert compare(model) < 2e-5
     monkeypatch.setattr(Packs, "_in_one_row", False)
     assert compare(model) > 1e-2
     with pytest.raises(UserError, match="does not keep"):
         model.check_packs()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "gemma3_text", "gpt_neox"])
+def test_no_layer_of_flash_attention_looks_for_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would ask the device for the positions, and again where activations are computed anew."""
+    import transformers.modeling_flash_attention_utils as flash
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a layer looks for documents")
+
+    model = with_flash_attention(family, monkeypatch)
+    model.check_packs()
+    model.checkpoint_activations()
+    model.module.train()
+    expected = compare(model)
+    assert expected < 5e-5
+    documents, both = packs()
+    inputs = Collate(PackedCollate(False, False), 0, -100)(both).inputs
+    hidden = model.hidden({name: inputs[name] for name in ("tokens", "input_pos")})
+    monkeypatch.setattr(flash, "_is_packed_sequence", refuse)
+    told = model.hidden(inputs)
+    torch.testing.assert_close(told, hidden)
+    told.sum().backward()
+    model.hidden({"tokens": both[0]["tokens"][None]}).sum().backward()
+    with pytest.raises(AssertionError, match="looks for documents"):
+        model.hidden({name: inputs[name] for name in ("tokens", "input_pos")})
+
+
+def test_a_class_that_takes_no_ends_of_documents_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def narrow(self: Any, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:
+        return forward(self, input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", narrow)
+    model = with_flash_attention("llama", monkeypatch)
+    model.check_packs()
+    _, both = packs()
+    inputs = Collate(PackedCollate(False, False), 0, -100)(both).inputs
+    torch.testing.assert_close(
+        model.hidden(inputs), model.hidden({name: inputs[name] for name in ("tokens", "input_pos")})
+    )

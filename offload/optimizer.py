@@ -551,6 +551,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"step: {type(self.base_optimizer).__name__} needs a closure that computes the loss anew; call "
                 "step(closure), or use an optimizer that needs none, such as torch.optim.AdamW"
             )
+        self._check_members()
         hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._folds
         if closure is not None and not hands_closure_on:
             with torch.enable_grad():
@@ -574,6 +575,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         else:
             self._engine.step()
         return loss
+
+    def _check_members(self) -> None:
+        """Raises RuntimeError where somebody has put other parameters into the groups, which nothing would update."""
+        known = self._engine.params()
+        stranger = next((param for param in tensors_of(self.param_groups) if param not in known), None)
+        if stranger is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(stranger.shape)} was put into the optimizer's groups after it was built, "
+                "as accelerate does when it shards a model by FSDP2; build the OffloadOptimizer over the sharded "
+                "model's parameters, after accelerator.prepare(model), or use add_param_group"
+            )
 
     def _add_missing_copies(self, copies: HostCopies) -> None:
         """Give parameters that were frozen at construction their host copies."""

@@ -645,6 +645,17 @@ def test_lbfgs_with_a_closure_is_torchs() -> None:
     assert all(map(torch.equal, ours, train(lambda params: torch.optim.LBFGS(params, lr=0.1))))
 
 
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+def test_parameters_that_were_exchanged_are_not_left_untrained_in_silence(strategy: Any) -> None:
+    """As by accelerate, which shards the model after the optimizer was built."""
+    optimizer = OffloadOptimizer([nn.Parameter(torch.ones(2))], strategy=strategy, lr=0.1)
+    other = nn.Parameter(torch.ones(3))
+    optimizer.param_groups[0]["params"] = [other]
+    other.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) was put into .*accelerate.*after accelerator.prepare"):
+        optimizer.step()
+
+
 def test_config_signature_joins_both_classes() -> None:
     names = OffloadOptimizer.config_signature({"optimizer_class": "torch.optim.SGD"}).parameters
     assert {"strategy", "offload_gradients", "lr", "momentum", "nesterov"} <= set(names)

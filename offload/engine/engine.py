@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +143,10 @@ class Engine:
                     self._hook(param)
         self._new_step()
         self._cover()
+
+    def params(self) -> Collection[nn.Parameter]:
+        """Those that it takes charge of."""
+        return self._pieces.keys()
 
     @property
     def pieces(self) -> list[Piece]:

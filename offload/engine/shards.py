@@ -151,10 +151,13 @@ def summed_norms(norms: Mapping[nn.Parameter, Tensor], norm_type: float) -> list
             alike[param.device_mesh, dims].append(param)  # type: ignore[attr-defined]
     for (mesh, dims), params in alike.items():
         device = local(params[0]).device
-        values = torch.stack([norms[param].to(device) for param in params])
+        values = [norms[param] for param in params]
+        if len({value.device for value in values}) > 1:
+            values = [value.to(device) for value in values]
+        stacked = torch.stack(values).to(device)
         for dim in dims:
-            values = _over_ranks(values, mesh.get_group(dim), float(norm_type))
-        summed.update(zip(params, values.unbind(), strict=True))
+            stacked = _over_ranks(stacked, mesh.get_group(dim), float(norm_type))
+        summed.update(zip(params, stacked.unbind(), strict=True))
     return list(summed.values())
 
 

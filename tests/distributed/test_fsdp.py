@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from offload.engine.engine import Engine
+from offload.engine.units import Unit
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     Case,
@@ -311,6 +314,43 @@ def compare_ddp(kind: str) -> list[str]:
 def test_ddp_trains_as_with_the_plain_optimizer(ranks: Ranks) -> None:
     for found in ranks.run(2, compare_ddp, "threaded"):
         assert found == []
+
+
+def waited_for(kind: str) -> list[tuple[str, list[str]]]:
+    """Of the forward after a step: the first parameter of what was gathered, and the units that were waited for."""
+    gathered: list[tuple[str, list[str]]] = []
+    waited: list[str] = []
+    wait, gather = Engine.wait_to_gather, _fsdp_param_group.foreach_all_gather
+
+    def wait_to_gather(engine: Engine, unit: Unit) -> None:
+        waited.append(unit.name)
+        wait(engine, unit)
+
+    def foreach_all_gather(params: Any, *args: Any) -> Any:
+        gathered.append((params[0]._param_fqn, list(waited)))
+        waited.clear()
+        return gather(params, *args)
+
+    with device(kind), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "wait_to_gather", wait_to_gather)
+        patch.setattr(_fsdp_param_group, "foreach_all_gather", foreach_all_gather)
+        model = made(lambda: sharded(Llama()))
+        optimizer = optimizer_of(Case("stream"), model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        gathered.clear()
+        waited.clear()
+        loss_of(model, 1)
+    return gathered
+
+
+def test_each_gather_waits_for_its_own_layer_only(ranks: Ranks) -> None:
+    for found in ranks.run(2, waited_for, "threaded"):
+        assert found == [
+            ("embed.weight", ["embed", "norm", "head"]),
+            ("layers.0.norm1.weight", ["layers.0"]),
+            ("layers.1.norm1.weight", ["layers.1"]),
+        ]
 
 
 def norms(name: str) -> list[tuple[float, float]]:

@@ -75,12 +75,12 @@ def test_the_first_step_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(resets) == 2  # after the first step, and when the rhythm has settled
 
 
-def test_the_loss_holds_logits_of_a_chunk_and_gradients_of_the_head_twice() -> None:
+def test_the_loss_holds_logits_of_a_chunk_and_one_gradient_of_the_head() -> None:
     assert LOAD.activations is not None
     activations = dataclasses.replace(LOAD.activations, logits=8 << 20)  # 1 GiB a chunk
     result = replay_compute(FAST, dataclasses.replace(LOAD, edge=2**24, activations=activations))
     use = purposes(result)
-    assert use["logits"] == 1024 and use["gradients"] == 2 * WEIGHT
+    assert use["logits"] == 1024 and use["gradients"] == WEIGHT
     assert use["parameters"] == PARAMETERS + 2 * WEIGHT
 
 

@@ -68,6 +68,29 @@ class Packs:
             arguments["attention_mask"] = self._masks(positions)
         return arguments
 
+    @contextlib.contextmanager
+    def told(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """A context for forward in which the host does not wait for the device to learn whether there are documents.
+
+        transformers looks for them in the positions, and asks the device whether it found any, before each forward.
+        """
+        from transformers import masking_utils
+
+        has_documents = inputs.get("input_pos") is not None
+
+        def find(position_ids: Tensor) -> Tensor | None:
+            if not has_documents:
+                return None
+            step = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+            return (step != 1).cumsum(-1)
+
+        asks = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = find
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = asks
+
     def rows(self, output: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """``output`` [..., dim] of a call with those arguments as [batch, tokens, dim]."""
         return output.reshape(*inputs["tokens"].shape, output.shape[-1])
@@ -177,7 +200,8 @@ class Packs:
         ends = torch.cat([starts, starts.new_tensor([positions.numel()])])
         longest = int(ends.diff().max())
         inputs = {"tokens": tokens, "input_pos": positions, "document_ends": ends, "longest_document": longest}
-        return self.rows(self._model(**self.arguments(inputs)).logits, inputs)
+        with self.told(inputs):
+            return self.rows(self._model(**self.arguments(inputs)).logits, inputs)
 
     def _masks(self, positions: Tensor) -> Any:
         """What the class would make if it looked at the positions; for kinds of layers a mapping."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.data.batches import Collate, PackedCollate
 from offload.data.labels import shift_labels
@@ -203,3 +205,29 @@ def test_a_class_that_takes_no_ends_of_documents_goes_without(monkeypatch: pytes
     torch.testing.assert_close(
         model.hidden(inputs), model.hidden({name: inputs[name] for name in ("tokens", "input_pos")})
     )
+
+
+class _Asked(TorchDispatchMode):
+    """Notes operations for whose result the host waits: values, and sizes that depend on values."""
+
+    ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKS:
+            self.asked.append("".join(traceback.format_stack(limit=6)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma3_text", "mistral", "phi3", "olmo3", "gpt_oss"])
+def test_the_host_does_not_wait_for_the_device_in_forward_and_backward(family: str) -> None:
+    model = HuggingFaceModel(families.make(family))
+    model.check_packs()
+    for positions in (None, torch.cat([torch.arange(15), torch.arange(9)])[None]):
+        with _Asked() as mode:
+            gradients(model, torch.arange(3, 3 + SIZE)[None], torch.arange(3, 3 + SIZE)[None], positions)
+        # The count of labels is the test's own.
+        assert not [stack for stack in mode.asked if "offload/models" in stack or "transformers" in stack]

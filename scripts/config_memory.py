@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,7 +28,6 @@ from omegaconf import DictConfig, OmegaConf
 from pages import MODELS, ROOT, write_table
 from peak_memory import CARDS as MEASURED_CARDS
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a checkout need not be installed
@@ -39,6 +37,8 @@ from offload.cli import registry
 from offload.config.loading import instantiate
 from offload.models.huggingface import AdaptedModel, HuggingFaceModel
 from offload.models.huggingface.head import Head
+from offload.plan.footprint import PARAMETERS, footprint
+from offload.training.loss import LinearCrossEntropyLoss
 from tests.models.huggingface import published
 
 torchao_shim.install()
@@ -117,65 +117,6 @@ class Memory:
 # ---- counting ----------------------------------------------------------------------------------------------
 
 
-class _Counter(TorchDispatchMode):
-    """Bytes of the tensors that are made inside, while they live.
-
-    Args:
-        model: its parameters and buffers are there already.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-        self._shapes = {param.shape for param in model.parameters() if param.dim() > 1}
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._known.add(tensor.untyped_storage()._cdata)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and args[0].shape in self._shapes and args[0].shape == args[1].shape:
-            # Gradients of one parameter. Autograd adds them in place where no mode looks on, by
-            # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
-            return args[0].add_(args[1])
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live -= nbytes
-
-
-def _without_memory(model: nn.Module) -> None:
-    """Replace tensors of the meta device by fake ones of the CPU, whose kernels take as much as a GPU's do."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    if isinstance(old, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=old.requires_grad)
-                    made[id(old)] = (new, old)
-                tensors[name] = made[id(old)][0]
-
-
-def _drop(param: Tensor) -> None:
-    param.grad = None
-
-
 def working_memory(model: Any, tokens: int, batch: int, chunks: int, *, checkpointing: bool) -> int:
     """Bytes of activations, and gradients before the optimizer or the adapter has them, in one step at most.
 
@@ -186,24 +127,17 @@ def working_memory(model: Any, tokens: int, batch: int, chunks: int, *, checkpoi
         chunks: of the loss.
         checkpointing: layers run again in backward.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from offload.training.loss import LinearCrossEntropyLoss
-
     if checkpointing:
         model.checkpoint_activations()
-    with FakeTensorMode():
-        _without_memory(model.module)
-        for param in model.module.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop)
+
+    def step() -> Tensor:
         ids = torch.zeros(batch, tokens, dtype=torch.long)
-        with _Counter(model.module) as counter:
-            hidden = model.hidden({"tokens": ids})
-            loss = LinearCrossEntropyLoss(chunks)(hidden, ids, ids.numel(), model.head, model.head_parameters())
-            del hidden
-            loss.backward()
-    return counter.peak
+        hidden = model.hidden({"tokens": ids})
+        loss: Tensor = LinearCrossEntropyLoss(chunks)(hidden, ids, ids.numel(), model.head, model.head_parameters())
+        return loss
+
+    counted = footprint(model.module, step, keeps_gradients=False)
+    return counted.peak() - counted.before.parts[PARAMETERS]
 
 
 # ---- configs -----------------------------------------------------------------------------------------------

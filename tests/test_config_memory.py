@@ -105,12 +105,12 @@ class _TwoLayers(nn.Module):
 
 def test_tensors_count_while_they_live_and_weights_do_not() -> None:
     """By hand, where one gradient is much larger than everything else."""
-    words, dim = 50_000, 64
+    words, dim = 50_000, 512
     with torch.device("meta"):
         model = _TwoLayers(words, dim)
     peak = config_memory.working_memory(model, tokens=4, batch=1, chunks=1, checkpointing=False)
-    # In backward: of the head, one that the loss has made and one that it has scaled.
-    assert peak == pytest.approx(2 * 4 * words * (dim + 1), rel=0.02)
+    # In the loss: of the head, one gradient, beside four tokens' logits and theirs.
+    assert peak == pytest.approx(4 * words * (dim + 1), rel=0.05)
 
 
 @pytest.mark.parametrize("gib", [*CARDS.values()])

@@ -133,24 +133,24 @@ class _LinearsAdd(TorchFunctionMode):
         self._sums = sums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and len(args) >= 2 and args[1] in self._sums and not kwargs and args[2:] in ((), (None,)):
-            return _Linear.apply(args[0], args[1].detach(), self._sums[args[1]])
+        if func is F.linear and 2 <= len(args) <= 3 and not kwargs and args[1] in self._sums:
+            return _Linear.apply(args[0], args[1].detach(), args[2] if len(args) == 3 else None, self._sums[args[1]])
         return func(*args, **(kwargs or {}))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, total: _Sum) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, total: _Sum) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.total = total
-        return F.linear(input, weight)
+        return F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         gradient = grads[0].reshape(-1, grads[0].shape[-1])
         ctx.total.add_product(gradient.t(), input.reshape(-1, input.shape[-1]))
-        return grads[0] @ weight, None, None
+        return grads[0] @ weight, None, gradient.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class SummedLoss:

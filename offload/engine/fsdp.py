@@ -59,6 +59,7 @@ class AllGatherWaits:
         self._wait = wait
         self._groups = list(groups_of(model))
         self._units: dict[int, list[Unit]] = {}
+        self._before = {id(group): vars(group).get("unshard") for group in self._groups}  # another optimizer's
         self._watches = {id(group): self._watched(group, group.unshard) for group in self._groups}
         for group in self._groups:
             group.unshard = self._watches[id(group)]
@@ -91,11 +92,14 @@ class AllGatherWaits:
         return wait_and_unshard
 
     def remove(self) -> None:
-        """Leave the groups as they were."""
-        for group in self._groups:
-            if group.__dict__.get("unshard") is self._watches[id(group)]:  # else another optimizer watches, too
-                del group.unshard
+        """Leave the groups as they were; where another optimizer watches them since, wait for nothing any more."""
         self._units.clear()
+        for group in self._groups:
+            if vars(group).get("unshard") is not self._watches[id(group)]:
+                continue
+            del group.unshard
+            if (before := self._before[id(group)]) is not None:
+                group.unshard = before
 
 
 def _reading(group: Any, async_op: bool) -> AbstractContextManager[Any]:

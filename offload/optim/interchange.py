@@ -42,8 +42,16 @@ def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Returns:
         A ``state_dict`` with fp32 moments, and under ``master`` the fp32 weights, on the states' device, for
         parameters that keep a remainder; other parameters are their own master.
+
+    Raises:
+        ValueError: for DTensors, of which each rank has a part.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(hasattr(param, "device_mesh") for param in params):
+        raise ValueError(
+            "to_plain: the optimizer's parameters are DTensors; load its whole state (get_optimizer_state_dict with "
+            "StateDictOptions(full_state_dict=True)) into an optimizer over plain parameters first"
+        )
     return _unpacked(optimizer.state_dict(), params)
 
 

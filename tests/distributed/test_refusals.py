@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import offload.optim
 from offload import OffloadOptimizer
+from offload.engine.fsdp import groups_of
 from offload.errors import UserError
 
 
@@ -110,6 +113,27 @@ def test_moments_that_are_larger_than_asked_for() -> None:
             OffloadOptimizer(params, "offload.optim.AdamW", lr=0.1, **options)
     with pytest.warns(UserWarning, match=r"28% of the elements keep fp32.*\(100, 100\).*multiples of 256.*=bf16"):
         OffloadOptimizer([wide, narrow], "offload.optim.AdamW", lr=0.1)
+
+
+def test_parts_are_not_made_plain() -> None:
+    with pytest.raises(ValueError, match="to_plain: .*DTensors.*full_state_dict=True"):
+        offload.optim.to_plain(OffloadOptimizer([shared(4, 256)], "offload.optim.AdamW", lr=0.1))
+
+
+def test_a_discarded_optimizer_leaves_the_model_as_it_was(threaded: Any) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    (group,) = groups_of(model)
+    first = OffloadOptimizer(model.named_parameters(), strategy="stream", model=model, lr=0.1)
+    second = OffloadOptimizer(model.named_parameters(), strategy="stream", model=model, lr=0.1)
+    assert "unshard" in vars(group)
+    del second
+    gc.collect()
+    assert "unshard" in vars(group)
+    del first
+    gc.collect()
+    assert "unshard" not in vars(group)
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def test_a_taken_gradient_of_a_shard_cannot_be_changed() -> None:

@@ -8,7 +8,7 @@ them (activations, and the gradients that backward is computing) is counted: for
 tensors that have shapes and no memory, with the config's own batch, length, chunks and checkpointing, and each tensor
 counts while it lives. That every token has a label, and that all of a budget is in flight while the rest is at its
 most, makes it an upper bound. Dimensions of transformers' models are those that their publishers state
-(tests/models/huggingface/published.py).
+(offload/models/huggingface/published.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ if str(ROOT) not in sys.path:
 from offload import torchao_shim
 from offload.cli import registry
 from offload.config.loading import instantiate
-from offload.models.huggingface import AdaptedModel, HuggingFaceModel
+from offload.models.huggingface import AdaptedModel, HuggingFaceModel, published
 from offload.models.huggingface.head import Head
 from offload.plan.footprint import PARAMETERS, footprint
 from offload.training.loss import LinearCrossEntropyLoss
-from tests.models.huggingface import published
 
 torchao_shim.install()
 

@@ -14,7 +14,7 @@ from config_memory import CARDS, GIB, Memory, compute, configs, header, recorded
 from omegaconf import OmegaConf
 from torch import nn
 
-from tests.models.huggingface import published  # type: ignore[import-not-found]
+from offload.models.huggingface import published
 
 CONFIGS = configs()
 every_config = pytest.mark.parametrize("name", CONFIGS)

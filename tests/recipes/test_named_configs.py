@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offload.models.huggingface import published
 from offload.training.launch import run_recipe
 from tests.data.conftest import TEMPLATES, byte_level  # type: ignore[import-not-found]  # noqa: F401
-from tests.models.huggingface import published  # type: ignore[import-not-found]
+from tests.models.huggingface.small_models import scaled_down  # type: ignore[import-not-found]
 from tests.recipes.conftest import ROOT, load_module  # type: ignore[import-not-found]
 
 CONFIGS = sorted(
@@ -36,7 +37,7 @@ def write_folder(model: str, tokenizer: Path, folder: Path) -> None:
     shutil.copy(TEMPLATES / f"{TEMPLATE.get(family or '', 'chatml')}.jinja", folder / "chat_template.jinja")
     words = len(AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
-    config = published.config_of(published.scaled_down(published.MODELS[model].config, words))
+    config = published.config_of(scaled_down(published.MODELS[model].config, words))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 

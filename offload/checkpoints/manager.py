@@ -27,7 +27,7 @@ from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as state_file
 from offload.checkpoints.disk_space import free_bytes, size
-from offload.checkpoints.manifest import FORMAT, DamagedCheckpoint, whole_checkpoints
+from offload.checkpoints.manifest import FORMAT, MANIFEST_NAME, DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.sums import checksum
 from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
@@ -130,6 +130,13 @@ class CheckpointManager:
                 f"resume_from_checkpoint: there is no folder {name}, neither in {self.output_dir} nor as a path; give "
                 "auto or True for the newest checkpoint, False to start anew, or one of "
                 f"{', '.join(here) or '(none there)'}"
+            )
+        inside = whole_checkpoints(path)
+        if inside and not (path / MANIFEST_NAME).exists():
+            names = ", ".join(checkpoint.name for checkpoint in inside)
+            raise UserError(
+                f"resume_from_checkpoint: {path} is a run's folder, expected one of its checkpoints ({names}): give "
+                f"{inside[-1]}, the newest"
             )
         return path, self.load(path)
 

@@ -29,6 +29,7 @@ import copy
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -396,6 +397,11 @@ def _within(key: str, line: str, arguments: Mapping[str, Any]) -> str:
     if line.startswith(f"{key}.") or line.startswith(f"{key}:"):
         return line
     name = line.partition(":")[0]
+    # A data set for evaluation, or one of several, knows itself as `dataset`.
+    usual = next((part for part in reversed(key.split(".")) if not part.isdigit()), key)
+    if name.startswith(f"{usual}.") and usual not in arguments:
+        rest = re.sub(rf"(?<![\w./]){re.escape(usual)}\.(?=\w+=)", f"{key}.", line.removeprefix(usual))
+        return f"{key}{rest}"
     return f"{key}.{line}" if name.partition(".")[0] in arguments else f"{key}: {line}"
 
 
@@ -491,7 +497,8 @@ def instantiate(
     if node is None:
         return None
     if isinstance(node, DictConfig):
-        key = node._get_full_key(None) or "config"
+        # OmegaConf writes dataset1 for dataset[1] itself, and dataset[1].path for what is in it.
+        key = re.sub(r"\[(\d+)\]", r".\1", node._get_full_key("_")).removesuffix("_").rstrip(".") or "config"
         try:
             section = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:

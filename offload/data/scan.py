@@ -106,7 +106,8 @@ def bad_rows_error(key: str, rows: Sequence[Rows], tally: Tally) -> UserError:
         return UserError(f"{owner.key}: {described(owner.section)}: {bad[-1].reason}")
     shown = [f"{rows[one.source].key}: {_told(one, rows)}" for one in bad[:_SHOWN]]
     if len(bad) == tally.read:
-        return UserError(f"{shown[0]}; this is the first of {tally.read} rows, none of which can be used")
+        all_of_them = "it is the only row" if len(bad) == 1 else f"none of the {len(bad)} rows can be used"
+        return UserError(f"{shown[0]}; {all_of_them}")
     if len(bad) == 1:
         return UserError(f"{shown[0]}; mend the row, or leave it out with dataset_errors=skip")
     more = f"{len(bad)} of {tally.read} rows cannot be used; mend them, or leave them out with dataset_errors=skip"

@@ -136,6 +136,8 @@ def test_a_chosen_checkpoint(manager: CheckpointManager, tmp_path: Path) -> None
         manager.load_chosen("step_3")
     with pytest.raises(UserError, match="no such user"):
         manager.load_chosen("~nobody-of-that-name/x")
+    with pytest.raises(UserError, match=rf"a run's folder, expected .* \(step_1, step_2\): give {second}, the newest"):
+        manager.load_chosen(str(manager.output_dir))
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

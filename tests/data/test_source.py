@@ -107,7 +107,7 @@ FILES: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "input,output\na,b\n", {}, r"dataset\.source=csv reads files that end in \.csv"),
     ("a.jsonl", lines(GOOD), {"data_files": "{folder}/b.jsonl"}, r"no file \S+b\.jsonl; did you mean \S+a\.jsonl\?"),
     ("a.jsonl", lines(GOOD), {"data_files": "{folder}"}, r"\S+ is a folder; give its files, such as \S+/\*\.jsonl"),
-    ("a.jsonl", lines({"input": 1, "output": 2}), {}, r"input is a number, output is a number .* none of which can"),
+    ("a.jsonl", lines({"input": 1, "output": 2}), {}, r"input is a number, output is a number.*; it is the only row$"),
     ("a.jsonl", lines({**GOOD, "input": ["a"]}), {}, r"input is a list"),
 ]  # fmt: skip
 
@@ -197,6 +197,24 @@ def test_reading_before_training_leaves_random_numbers_alone(monkeypatch: pytest
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("key", ["evaluation.dataset", "dataset.1"])
+def test_a_key_of_another_data_set_is_named_once(key: str, tmp_path: Path) -> None:
+    from offload.data.source import open_dataset
+
+    cfg = OmegaConf.create({"evaluation": {"dataset": {}}, "dataset": [{}, {}]})
+    OmegaConf.update(cfg, key, {"_component_": "offload.data.sft.sft_dataset", "path": "nowhere.jsonl"})
+
+    def told() -> str:
+        with pytest.raises(UserError) as caught:
+            open_dataset(OmegaConf.select(cfg, key), Words(), key, lambda rows: rows)
+        return str(caught.value)
+
+    assert told().startswith(f"{key}.path: there is no file nowhere.jsonl;")
+    (tmp_path / "a.jsonl").write_text(lines({"prompt": "a", "completion": "b"}))
+    OmegaConf.update(cfg, key, {"path": str(tmp_path / "a.jsonl"), "columns": 3}, force_add=True)
+    assert told().startswith(f"{key}.columns: got 3, ") and f"such as {key}.columns='" in told()
+
+
 def test_a_data_set_without_an_index() -> None:
     from offload.data.source import open_dataset
 
@@ -214,7 +232,7 @@ def test_a_row_that_says_itself_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -
         raise RowError("the conversation is empty")
 
     monkeypatch.setattr(Odd, "__getitem__", refuse)
-    with pytest.raises(UserError, match=r"row 1: the conversation is empty; this is the first of 3 rows"):
+    with pytest.raises(UserError, match=r"row 1: the conversation is empty; none of the 3 rows can be used$"):
         own(Odd, monkeypatch)
 
 

@@ -43,6 +43,7 @@ from omegaconf.errors import (
 
 from offload import component as components
 from offload.component import LocalModuleError, nearest
+from offload.config.elsewhere import HERE
 from offload.config.interpolation import (
     MISSING,
     grammar_problems,
@@ -192,7 +193,12 @@ def _check_section(
             _check_free(value, here, problems)
             continue
         elsewhere = [] if at else _sections_that_take(name, tree)
-        hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _rename(name, here, hints)
+        if elsewhere:
+            hint = f"did you mean {' or '.join(elsewhere)}?"
+        elif not at and HERE.get(name, "").partition(".")[0] in hints:
+            hint = f"it is called {HERE[name]} here"
+        else:
+            hint = _rename(name, here, hints)
         problems.append(f"{dotted(here)}: nothing reads this key; {hint}")
     for field in dataclasses.fields(schema):
         here = (*at, field.name)

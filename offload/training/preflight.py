@@ -31,6 +31,7 @@ from offload.engine.forecast import LARGE, SMALL, THRESHOLD
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.models.source import check_section, empty_model
+from offload.optim import cpu
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.training.activations import check_activations, prepare_activations
@@ -101,9 +102,13 @@ def check_run(
 @contextlib.contextmanager
 def _trying() -> Iterator[None]:
     """What is built here is thrown away: the run warns, and draws random numbers, when it builds its own."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        yield
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if cpu.load.cache_info().currsize and cpu.load() is None:
+            cpu.load.cache_clear()  # which warns once, of a kernel that is missing: the run has to
 
 
 def check_model(

@@ -13,6 +13,7 @@ from offload import tiny
 from offload.cli import registry
 from offload.cli.main import main
 from offload.cli.validate import load_recipe
+from offload.optim import cpu
 from offload.training.launch import run_recipe
 from offload.training.preflight import check_loss
 
@@ -152,6 +153,20 @@ def test_the_checks_draw_no_random_number(capsys: pytest.CaptureFixture[str]) ->
     before = torch.get_rng_state()
     assert main(["validate", "tiny_llama_lora"]) == 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_missing_kernel_is_left_to_the_run_to_tell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
+    cpu.load.cache_clear()
+    try:
+        overrides = ["optimizer.optimizer_class=offload.optim.AdamW", "optimizer.strategy=stream"]
+        assert main(["validate", "tiny_llama_offload", *overrides]) == 0
+        with pytest.warns(UserWarning, match=r"hatch_build\.py"):
+            assert cpu.load() is None
+    finally:
+        cpu.load.cache_clear()
 
 
 def test_a_loss_that_counts_each_label_is_taken() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,14 @@ ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
 
 _PREFIX = "base_model.model."
+
+
+@contextlib.contextmanager
+def wrapping() -> Iterator[None]:
+    """While peft wraps a model: without the warning that it asks transformers something by a former name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 class AdaptedModel(HuggingFaceModel):
@@ -59,7 +69,8 @@ class AdaptedModel(HuggingFaceModel):
             config = copy.copy(config)
             config.init_lora_weights = True  # pissa and others begin with the weights' values: names and shapes do not
         try:
-            module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+            with wrapping():
+                module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
         except (ValueError, TypeError, NotImplementedError, re.error) as error:
             raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error
         super().__init__(module, name_or_path=base.name_or_path, tried=base)

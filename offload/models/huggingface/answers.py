@@ -56,6 +56,11 @@ class HuggingFaceAnswerer:
         home = home_of(folder, base)
         if home != folder:
             tell(f"{folder.name} is an adapter of {home}")
+        if not (home / "config.json").is_file():
+            raise UserError(
+                f"model.path: {home} has no config.json, so it is no model, and no step_<n> of a run: a run saves at "
+                "the end of each epoch, or every save_every_n_steps"
+            )
         self._tokenizer = make_tokenizer(home)
         options: dict[str, Any] = {str(k): v for k, v in model.items() if k not in ("_component_", "path")}
         self._generator = Generator(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offload.errors import UserError
+from offload.models.huggingface.adapter import wrapping
 from offload.models.huggingface.loading import from_pretrained
 from offload.models.protocol import Sampling
 
@@ -83,7 +84,8 @@ class Generator:
         if folder != home:
             from peft import PeftModel
 
-            self._model.module = PeftModel.from_pretrained(self._model.module, str(folder / "adapter"))
+            with wrapping():
+                self._model.module = PeftModel.from_pretrained(self._model.module, str(folder / "adapter"))
         self._model.module.eval()
         self._device = device
         self.max_seq_len = self._model.max_seq_len
@@ -116,12 +118,12 @@ class Generator:
         tokens = torch.tensor([list(prompt)], device=self._device)
         if seed is not None:
             torch.manual_seed(seed)
+        config = copy.deepcopy(self._config)
+        config.update(max_new_tokens=max_new_tokens, use_cache=use_cache)
         made = module.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
-            generation_config=self._config,
-            max_new_tokens=max_new_tokens,
-            use_cache=use_cache,
+            generation_config=config,
             streamer=_Streamer(len(prompt), set(self.stop), on_token),
         )
         answer: list[int] = made[0, len(prompt) :].tolist()

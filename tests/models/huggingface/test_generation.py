@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from offload.checkpoints.reading import SavedRuns
 from offload.data.tokenizer import ChatTokenizer
+from offload.errors import UserError
+from offload.models.huggingface.answers import HuggingFaceAnswerer
 from offload.models.huggingface.generation import Generator, TextStream
 from offload.models.protocol import Sampling
 from tests.data.conftest import byte_level  # type: ignore[import-not-found]  # noqa: F401 - a fixture
@@ -131,3 +135,49 @@ def test_text_comes_as_it_is_made(
     assert "".join(parts) == tokenizer.decode(tokens)
     assert len(parts) > len(tokens) / 4 and max(decoded) < 40
     assert all(not part.endswith("\ufffd") for part in parts)
+
+
+def test_an_answer_comes_without_what_libraries_deprecate(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    import transformers
+    from peft import LoraConfig
+
+    from offload.models.huggingface import AdaptedModel, from_pretrained
+
+    logger = transformers.logging.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        configured(folder, do_sample=False)
+        base = from_pretrained(folder, device=CPU, dtype=torch.float32)
+        base.checkpoint_activations()
+        adapted = AdaptedModel(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        adapted.module.save_pretrained(tmp_path / "adapter")
+        made_by = Generator(folder, tmp_path, device=CPU, dtype=torch.float32, sampling=Sampling(0), stop=())
+        answer(made_by)
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = caplog.text + "".join(str(warning.message) for warning in recwarn)
+    assert "generation_config" not in said and "is_gradient_checkpointing" not in said
+
+
+def test_a_folder_without_a_model_is_told_as_such(tmp_path: Path) -> None:
+    model = OmegaConf.create({"_component_": "offload.models.huggingface.from_pretrained", "path": str(tmp_path)})
+
+    def make_tokenizer(home: Path | None) -> Any:
+        raise AssertionError("there is nothing to make it of")
+
+    with pytest.raises(
+        UserError, match=r"^model\.path: .* has no config\.json.* step_<n>.* save_every_n_steps"
+    ) as error:
+        HuggingFaceAnswerer(
+            model,
+            make_tokenizer,
+            sampling=Sampling(),
+            base=None,
+            saved=SavedRuns(),
+            device=CPU,
+            dtype=torch.float32,
+            tell=print,
+        )
+    assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,14 @@ def from_pretrained(
     check_attention(attn_implementation, device, dtype)
     folder = expanded(path, "model.path").absolute()
     check_is_models(str(path), folder)
-    _check_folder(folder)
+    stored = _check_folder(folder)
     arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
     if load_in_4bit and device.type == "meta":
         arguments = {}  # there are no values to round; names and shapes stay
     config = _read_config(folder, trust_remote_code)
+    if device.type != "meta" and stored < _few(config):
+        # The headers tell what is missing before transformers makes it up, in as much memory as the model takes.
+        from_pretrained(path, device=torch.device("meta"), dtype=dtype, trust_remote_code=trust_remote_code)
     try:
         with _quiet() if device.type == "meta" else contextlib.nullcontext():
             loaded: Any = _auto_class(config).from_pretrained(
@@ -89,8 +93,8 @@ def from_pretrained(
         raise _explained(folder, error, attn_implementation) from error
     model, report = loaded
     _check_report(folder, report)
-    stored = quantized.stored_format(folder)
-    dequantized = stored if stored in quantized.DEQUANTIZED else None
+    packing = quantized.stored_format(folder)
+    dequantized = packing if packing in quantized.DEQUANTIZED else None
     if dequantized:
         del model._weight_conversions  # saving would go back to names of quantised weights
     if load_in_4bit and device.type != "meta":
@@ -155,7 +159,15 @@ def _make_apart(model: nn.Module, *, copies: bool) -> None:
             setattr(module, name, made[param])
 
 
-def _check_folder(folder: Path) -> None:
+def _few(config: Any) -> int:
+    """Fewer weights than this are hardly a model: four square matrices in each layer."""
+    text = config.get_text_config()
+    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
+    return 4 * layers * width**2 if type(layers) is type(width) is int else 0
+
+
+def _check_folder(folder: Path) -> int:
+    """The number of weights in a model's files."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -165,11 +177,13 @@ def _check_folder(folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"model.path: {folder} has no safetensors files: download the weights, or convert them")
+    count = 0
     for file in files:
         try:
-            read_safetensors_header(file)
+            count += sum(math.prod(entry["shape"]) for entry in read_safetensors_header(file).values())
         except (ValueError, OSError) as error:
             raise UserError(f"model.path: {file} is damaged ({error}): download it again") from error
+    return count
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:

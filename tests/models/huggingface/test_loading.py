@@ -143,6 +143,26 @@ def test_weights_that_lack_a_tensor_or_have_another_shape(folder: Path) -> None:
     refused(folder, r"model\.norm\.weight is \[31\], the model has \[32\]")
 
 
+def test_a_folder_of_nearly_no_weights_is_refused_before_memory_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers makes up what is missing, all of it on the device."""
+    from transformers import LlamaForCausalLM
+
+    devices = []
+    load = LlamaForCausalLM.from_pretrained.__func__
+
+    def spied(cls: type, *args: object, **options: object) -> object:
+        devices.append(options["device_map"][""])  # type: ignore[index]
+        return load(cls, *args, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(spied))
+    path = folder / "model.safetensors"
+    save_file({"model.norm.weight": load_file(path)["model.norm.weight"]}, path, metadata={"format": "pt"})
+    refused(folder, r"do not fit its config\.json: lm_head\.weight is missing and \d+ more")
+    assert devices == [torch.device("meta")]
+
+
 def test_a_shard_of_an_index_is_missing(original: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -159,6 +159,8 @@ def _freeze_other_towers(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if name and type(getattr(module, "config", None)) in kinds - {type(text)}
     }
+    if text is model.config:
+        towers = {name: model.get_submodule(name) for name in (_with_projection(model, tower) for tower in towers)}
     inside = tuple(f"{name}." for name in towers)
     frozen = {name: None for name in towers if not name.startswith(inside)}
     if text is not model.config:
@@ -172,3 +174,15 @@ def _freeze_other_towers(model: Any) -> list[str]:
     for tower in towers.values():
         tower.requires_grad_(False)
     return list(dict.fromkeys(name.rpartition(".")[2] for name in frozen))
+
+
+def _with_projection(model: Any, tower: str) -> str:
+    """The outermost module around a tower that is no part of the language model: beside the tower it has what projects
+    the tower's output to the width of the embeddings (Phi-4 multimodal)."""
+    embeddings = {id(module) for module in (model.get_output_embeddings(), model.get_input_embeddings())}
+    while parent := tower.rpartition(".")[0]:
+        around = model.get_submodule(parent)
+        if isinstance(around, nn.ModuleList) or embeddings & {id(module) for module in around.modules()}:
+            break
+        tower = parent
+    return tower

@@ -248,6 +248,21 @@ def test_what_does_not_fit_is_one_line(folder: Path) -> None:
         model.load_adapter({**weights, name: torch.zeros(1)})
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_projects_images_and_sound_is_frozen_with_their_towers(adapts: bool, tmp_path: Path) -> None:
+    """Phi-4 multimodal's configuration is its language model's: what trains has a gradient from text."""
+    from peft import LoraConfig
+
+    families.save("phi4_multimodal", tmp_path)
+    model = from_pretrained(tmp_path, device=CPU, dtype=torch.float32)
+    assert model.frozen == ["embed_tokens_extend"]
+    if adapts:
+        model = AdaptedModel(model, LoraConfig(r=2, target_modules="all-linear"))
+    fused_loss(model, *batch(0)).backward()
+    names = [name for name, param in trained(model.module) if param.grad is None]
+    assert trained(model.module) and not names
+
+
 def test_all_linear_means_the_part_that_is_trained(tmp_path: Path) -> None:
     """Gemma 3's image tower is frozen and never run on text: an adapter there would be saved as it began."""
     from peft import LoraConfig

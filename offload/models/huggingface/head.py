@@ -101,26 +101,48 @@ class Head:
             half = tokens.shape[1] // 2
             others = torch.cat([tokens[:, :half], tokens[:, :half]], dim=1)
             tokens = torch.cat([tokens, others])
-            expected: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            arguments = {"input_ids": tokens, "use_cache": False}
+            decoder = self._decoder()
+            with _watched(decoder) as outputs:
+                expected: Tensor = self._model(**arguments).logits
             if _relative(expected[1, :half] - expected[0, :half], expected) > LOOKS_AHEAD:
                 raise UserError(
                     f"model.path: {type(self._model).__name__} looks ahead: what it says of a token depends on the "
                     "tokens after it, so it cannot be trained to predict them (an encoder? set is_decoder in its "
                     "config.json if it has one)"
                 )
-            hidden = self.input_of({"input_ids": tokens, "use_cache": False})
-            if hidden.shape[:2] != tokens.shape:
-                return False
-            # Not every class does what its configuration has a key for.
-            for changes in (self.changes, []):
-                self.changes = changes
-                got = self(hidden)
-                bound = max(torch.finfo(got.dtype).eps, ROUNDING)
-                if got.shape == expected.shape and _relative(got - expected, expected) < bound:
-                    return True
-            return False
+            if decoder is not None and len(outputs) == 1:
+                # What follows the layers is called again, they are not: they take most of the time.
+                with _answering(decoder, outputs[0]):
+                    if self._fits(arguments, expected):
+                        return True
+            return self._fits(arguments, expected)
         finally:
             self._model.train(was_training)
+
+    def _fits(self, arguments: dict[str, Any], expected: Tensor) -> bool:
+        """Whether the head on its own input gives the expected logits; settles :attr:`changes`."""
+        hidden = self.input_of(arguments)
+        if hidden.shape[:2] != arguments["input_ids"].shape:
+            return False
+        # Not every class does what its configuration has a key for.
+        known = self.changes
+        for self.changes in (known, []):
+            got = self(hidden)
+            bound = max(torch.finfo(got.dtype).eps, ROUNDING)
+            if got.shape == expected.shape and _relative(got - expected, expected) < bound:
+                return True
+        self.changes = known
+        return False
+
+    def _decoder(self) -> nn.Module | None:
+        """The part of the model that the head comes after, if it is one."""
+        try:
+            decoder = self._model.get_decoder()
+        except (AttributeError, NotImplementedError):
+            return None
+        is_apart = isinstance(decoder, nn.Module) and decoder is not self._model
+        return decoder if is_apart and all(part is not self.module for part in decoder.modules()) else None
 
     @contextmanager
     def _standing_in(self, answer: Change) -> Iterator[list[Tensor]]:
@@ -137,6 +159,30 @@ class Head:
             yield seen
         finally:
             del self.module.forward
+
+
+@contextmanager
+def _watched(module: nn.Module | None) -> Iterator[list[Any]]:
+    """Inside, what the module gives is kept."""
+    outputs: list[Any] = []
+    if module is None:
+        yield outputs
+        return
+    hook = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Inside, the module gives ``output`` and computes nothing."""
+    module.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

@@ -210,6 +210,51 @@ def test_a_change_of_the_logits_that_is_not_known(folder: Path, monkeypatch: pyt
     assert not from_pretrained(folder, device=CPU, dtype=torch.float32).has_separate_head
 
 
+def test_the_trial_of_the_head_runs_the_layers_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of its time. A class that changes what they gave needs them again."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+
+    calls = []
+    layer, body = LlamaDecoderLayer.forward, LlamaModel.forward
+
+    def counted(self: object, *args: object, **kwargs: object) -> object:
+        calls.append(self)
+        return layer(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
+    model = from_pretrained(folder, device=CPU, dtype=torch.float32)
+    layers = model.module.config.num_hidden_layers
+    assert model.has_separate_head and len(calls) == layers
+    assert "forward" not in vars(model.module.model) and not model.module.model._forward_hooks
+
+    def changed(self: object, *args: object, **kwargs: object) -> object:
+        hidden = self.model(*args, **kwargs)  # type: ignore[attr-defined]
+        hidden.last_hidden_state.mul_(2)
+        hidden.logits = self.lm_head(hidden.last_hidden_state)  # type: ignore[attr-defined]
+        return hidden
+
+    calls.clear()
+    monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
+    assert from_pretrained(folder, device=CPU, dtype=torch.float32).has_separate_head
+    assert len(calls) == 2 * layers and LlamaModel.forward is body
+
+
+def test_a_class_that_needs_all_of_the_logits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training the head's stand-in gives one number per token."""
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def reshaped(self: object, *args: object, **kwargs: object) -> object:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits.view(*output.logits.shape[:-1], families.VOCABULARY)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", reshaped)
+    refused(folder, "LlamaForCausalLM cannot be called with tokens alone: RuntimeError: shape")
+
+
 def test_a_model_that_brings_code(folder: Path, tmp_path: Path) -> None:
     edit(folder, model_type="mine", auto_map={"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"})
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -52,8 +52,9 @@ def draw_several(runs: Sequence[Run], out: Path, title: str | None = None) -> No
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
+    curves, bars = 4.5 + 0.12 * len(runs), max(3.0, 0.85 * len(runs))  # inches: room for the legend, and for numbers
     figure, (losses, (speed, steps, memory)) = plt.subplots(
-        2, 3, figsize=(15, 7.5), height_ratios=(3, 2), layout="constrained"
+        2, 3, figsize=(15, curves + bars), height_ratios=(curves, bars), layout="constrained"
     )
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for over, axes in zip(AXES, losses, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import plot_run  # scripts/ is on the path
@@ -31,6 +32,23 @@ def test_several_runs_are_laid_over_each_other_under_their_labels(write, tmp_pat
     assert [bar.get_width() for bar in steps.patches[:3]] == pytest.approx([10.0, 10.0, 10.0])
     assert [bar.get_width() for bar in steps.patches[3:6]] == pytest.approx([1000 * 0.4 * 5 / 12, 200.0, 400.0])
     assert [bar.get_width() for bar in memory.patches] == [0.5] * 3
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("count", [2, 7, 12])
+def test_numbers_beside_the_bars_do_not_touch(count: int, write, tmp_path: Path, monkeypatch) -> None:
+    import matplotlib.pyplot as plt
+
+    monkeypatch.chdir(tmp_path)
+    runs = [write(f"run{index}", f"AdamW {index}", [3, 2, 1]) for index in range(count)]
+    assert plot_run.main([str(run) for run in runs]) == 0
+    figure = plt.gcf()
+    for axes in figure.axes[-2:]:
+        boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+        assert len(boxes) >= count
+        assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+    heights = [axes.get_window_extent().height for axes in figure.axes]
+    assert min(heights[:3]) > 300, "the curves keep their height"
     plt.close(figure)
 
 

@@ -133,3 +133,9 @@ def test_a_key_of_another_trainer_is_told_its_name_here(
 ) -> None:
     assert main(["validate", "hf_lora", f"{theirs}=1"]) == 2
     assert f"error: {theirs}: nothing reads this key; it is called {ours} here\n" in capsys.readouterr().err
+
+
+def test_a_key_that_nothing_here_stands_for_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "tiny_llama_offload", "log_peak_memory_stats=True"]) == 2
+    said = "nothing reads this key; remove it: peak memory is always logged"
+    assert f"error: log_peak_memory_stats: {said}\n" in capsys.readouterr().err

@@ -74,7 +74,9 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     """
     from offload.config.loading import check_without_effects
     from offload.tiny import register_resolvers
+    from offload.training.launch import quieten_libraries
 
+    quieten_libraries()
     module = load_recipe(recipe.path)
     schema = getattr(module, "Settings", None)
     if schema is None:

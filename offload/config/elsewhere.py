@@ -49,3 +49,10 @@ _NAMES = {
 
 HERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 """Our key for theirs."""
+
+NOT_HERE = {
+    "log_peak_memory_stats": "peak memory is always logged",
+    "val_set_size": "held-out data is evaluation.dataset",
+    "val_size": "held-out data is evaluation.dataset",
+}
+"""Theirs that no key of ours stands for, and what to do instead."""

@@ -43,7 +43,7 @@ from omegaconf.errors import (
 
 from offload import component as components
 from offload.component import LocalModuleError, nearest
-from offload.config.elsewhere import HERE
+from offload.config.elsewhere import HERE, NOT_HERE
 from offload.config.interpolation import (
     MISSING,
     grammar_problems,
@@ -197,6 +197,8 @@ def _check_section(
             hint = f"did you mean {' or '.join(elsewhere)}?"
         elif not at and HERE.get(name, "").partition(".")[0] in hints:
             hint = f"it is called {HERE[name]} here"
+        elif not at and name in NOT_HERE:
+            hint = f"remove it: {NOT_HERE[name]}"
         else:
             hint = _rename(name, here, hints)
         problems.append(f"{dotted(here)}: nothing reads this key; {hint}")

@@ -85,13 +85,15 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         return 0
     except KeyboardInterrupt:
         # While a recipe trains, signals go to its Interrupt: what comes here came before training or after it.
+        from offload.training.settings import TrainSettings
+
         saved = getattr(recipe, "saved", None)
-        print(
-            "interrupted before training began; nothing was saved"
-            if saved is None
-            else f"interrupted at the end; {saved} is whole",
-            file=sys.stderr,
-        )
+        if saved is not None:
+            print(f"interrupted at the end; {saved} is whole", file=sys.stderr)
+        elif issubclass(recipe_class.Settings, TrainSettings):
+            print("interrupted before training began; nothing was saved", file=sys.stderr)
+        else:
+            print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         line = _mendable(error)
@@ -102,6 +104,12 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         return 2
 
 
+def quieten_libraries() -> None:
+    """Without what some say while they are imported, of kernels that nothing here uses."""
+    for name in ("torchao", "bitsandbytes.backends", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _quieten() -> None:
     """Our own log lines only, and no other library's progress bars in files and CI logs."""
     handler = logging.StreamHandler(sys.stderr)
@@ -109,11 +117,9 @@ def _quieten() -> None:
     logger = logging.getLogger("offload")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    quieten_libraries()
     # Unreadable data is told once, by us.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    # What these say while they are imported is of kernels that nothing here uses.
-    for name in ("torchao", "bitsandbytes.backends", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         import tqdm
 

@@ -145,6 +145,17 @@ def test_system_prompt_and_template_reach_the_model(
     ]
 
 
+def test_ctrl_c_speaks_of_no_training(
+    recipe: ModuleType, config: Path, trained: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any, prompt: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe.GenerateRecipe, "_answer", interrupted)
+    status, out, err = ask(recipe, config, capfd, trained)
+    assert status == 130 and out == "" and err.endswith("\ninterrupted\n")
+
+
 # ---- which checkpoint ------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ def build_model(section: DictConfig, *, device: torch.device, dtype: torch.dtype
     """
     from torchtune.training import set_default_dtype
 
+    # Its RMSNorm computes in fp32 with weights of ``dtype``, as it means to.
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     try:
         with set_default_dtype(dtype), device:
             return instantiate(section)

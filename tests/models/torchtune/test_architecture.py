@@ -440,3 +440,18 @@ def test_contexts_beyond_the_base_models_are_told(tmp_path: Path) -> None:
     assert len(context_notes(base, None)) == 2
     base = published("Qwen2.5-7B-Instruct", "QWEN2", tmp_path / "qwen")
     assert context_notes(base, 32768) == []
+
+
+def test_norms_of_bf16_models_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    """torchtune's RMSNorm gives fp32 to PyTorch beside weights of bf16, which it warns of."""
+    from offload.models.torchtune.building import build_model
+
+    sizes = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 8, "num_kv_heads": 2}
+    section = OmegaConf.create({"_component_": "torchtune.models.llama2.llama2", **sizes})
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        build_model(section, device=torch.device("cpu"), dtype=torch.bfloat16)(torch.zeros(1, 4, dtype=torch.long))
+    finally:
+        torch.set_warn_always(always)
+    assert not [warning for warning in recwarn if "Mismatch dtype" in str(warning.message)]

@@ -1,4 +1,5 @@
-"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push | compare | doctor``.
+"""The ``tune`` command: ``tune run | ls | cp | cat | validate | download | push | compare | doctor |
+plan``.
 
 It answers for our recipes and configs and for torchtune's. What belongs to torchtune is handed on to its own
 command, imported at that moment and not before.
@@ -30,6 +31,7 @@ examples:
   tune ls                                   every recipe and config, torchtune's included
   tune cp llama2_7b_offload ./mine.yaml     a config of your own to edit
   tune validate ./mine.yaml batch_size=4    is it well-formed? loads no weights
+  tune plan --config llama2_7b_offload --gpu "RTX 4090"     will it fit? downloads nothing
   tune compare outputs/a outputs/b          two runs beside each other: speed, memory, loss
   tune doctor                               what this machine gives, and what hinders training on it
 
@@ -45,6 +47,7 @@ Runs a recipe.
   RECIPE            a name from `tune ls`, or the path of a Python file. A name that torchtune has too
                     means ours, unless CONFIG is one of torchtune's; torchtune/NAME always means torchtune's.
   --config CONFIG   a name from `tune ls`, or the path of a YAML file
+  --dry-run         tells the memory that the run would take and whether it fits, as `tune plan` does, and ends
 
 overrides (our recipes):
   key=value         sets a key: optimizer.lr=1e-5   output_dir=/data/run1   tags=[a,b]
@@ -63,7 +66,7 @@ examples:
 """
 
 
-_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare", "doctor")
+_COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare", "doctor", "plan")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,7 +118,7 @@ def _dispatch(arguments: list[str]) -> int:
     # `run` passes most of its words on, to the recipe or to torchrun: argparse must not interpret them.
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
-    if arguments[:1] == ["validate"]:
+    if arguments[:1] in (["validate"], ["plan"]):
         from offload.training.launch import as_override
 
         arguments = [as_override(word) for word in arguments]
@@ -129,7 +132,7 @@ def _dispatch(arguments: list[str]) -> int:
         )
     parser = _parser()
     args, extra = parser.parse_known_args(arguments)
-    if args.command == "validate":
+    if args.command in ("validate", "plan"):
         # argparse gives up on positional words that come after an option.
         args.overrides += [word for word in extra if not word.startswith("-")]
         extra = [word for word in extra if word.startswith("-")]
@@ -185,12 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
     validate.set_defaults(execute=_validate)
 
-    from offload.cli import compare, doctor, download, push
+    from offload.cli import compare, doctor, download, plan, push
 
     download.add_parser(commands)
     push.add_parser(commands)
     compare.add_parser(commands)
     doctor.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 
@@ -332,9 +336,12 @@ def _run(arguments: list[str]) -> int:
 
         print(recipe_help.text(recipe))
         return 0
-    run = _split_run(arguments)
+    is_dry = "--dry-run" in arguments
+    run = _split_run([word for word in arguments if word != "--dry-run"])
     config = registry.find_config(run.config)
     recipe = registry.find_recipe(run.recipe, config=config)
+    if is_dry:
+        return _plan(run)
     if not recipe.ours:
         check_works(recipe.name)
         if run.torchrun and not recipe.distributed:
@@ -345,6 +352,15 @@ def _run(arguments: list[str]) -> int:
             raise UserError(_single_device(recipe.name, run.torchrun))
         return torchtune(["run", *run.torchrun, _importable(recipe.path), "--config", str(config.path), *run.rest])
     return _execute(recipe.path, ["--config", str(config.path), *run.rest])
+
+
+def _plan(run: _RunArguments) -> int:
+    """What `tune run … --dry-run` does in place of running."""
+    from offload.cli import plan
+    from offload.training.launch import as_override
+
+    here = argparse.Namespace(gpu=None, vram=None, ram=None)
+    return plan.plan(run.config, [as_override(word) for word in run.rest], here, recipe=run.recipe)
 
 
 def _single_device(recipe: str, options: list[str]) -> str:

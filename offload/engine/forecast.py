@@ -104,11 +104,12 @@ def forecast(
         except Exception:
             return None
         states = base.state[probe].items()
-        found[kind] = [Form(k, tuple(_forms(v, probe))) for k, v in states if isinstance(v, Tensor)]
+        found[kind] = [Form(k, tuple(forms_of(v, probe))) for k, v in states if isinstance(v, Tensor)]
     return found
 
 
-def _forms(value: Tensor, probe: Tensor) -> Iterator[Component]:
+def forms_of(value: Tensor, probe: Tensor) -> Iterator[Component]:
+    """What a state of ``probe``, which has no other number of elements than LARGE or SMALL, is made of."""
     for part in components(value):
         blocks = probe.numel() // part.numel() if part.numel() else 0
         is_blocked = blocks > 1 and part.dim() == 1 and part.numel() * blocks == probe.numel()

@@ -114,7 +114,7 @@ class HostMemory:
             return [self.allocate(group, purpose, kind) for group in groups]
         sizes = [padded(t.numel() * t.element_size()) for group in groups for t in group]
         with self._lock:
-            slabs = iter(self._pin(list(_slab_sizes(sizes)), purpose))
+            slabs = iter(self._pin(list(slab_sizes(sizes)), purpose))
         space, placed = torch.empty(0, dtype=torch.uint8), []
         for group in groups:
             tensors = []
@@ -196,7 +196,7 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << max(nbytes - 1, 0).bit_length()
 
 
-def _slab_sizes(sizes: Sequence[int]) -> Iterator[int]:
+def slab_sizes(sizes: Sequence[int]) -> Iterator[int]:
     """The slabs that tensors of ``sizes`` (bytes, padded) need, filled one after another in order."""
     rest, space = sum(sizes), 0
     for size in sizes:

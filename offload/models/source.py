@@ -12,10 +12,12 @@ from torch import nn
 
 from offload.component import resolve
 from offload.errors import UserError
+from offload.models.huggingface import described as huggingface_described
 from offload.models.huggingface import from_pretrained
 from offload.models.huggingface import source as huggingface
 from offload.models.huggingface.answers import HuggingFaceAnswerer
-from offload.models.protocol import Answerer, ModelSource, Sampling, SavedRuns
+from offload.models.protocol import Answerer, CausalLM, ModelSource, Sampling, SavedRuns
+from offload.models.torchtune import described as torchtune_described
 from offload.models.torchtune import source as torchtune
 from offload.models.torchtune.answers import TorchtuneAnswerer
 from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
@@ -23,7 +25,7 @@ from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
 PASSED = (*BUILDER_ARGUMENTS, "device", "dtype")
 """Arguments that a model need not have from its section: a recipe, or the base checkpoint's config.json, has them."""
 
-__all__ = ["PASSED", "check_section", "empty_model", "files_of", "find_answerer", "find_source"]
+__all__ = ["PASSED", "check_section", "describe", "empty_model", "files_of", "find_answerer", "find_source"]
 
 Tell = Callable[[str], object]
 
@@ -61,6 +63,27 @@ def empty_model(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> nn.
         UserError: it cannot be trained so.
     """
     return None if _is_of_transformers(section) else torchtune.empty_model(section, dtype, adapts=adapts)
+
+
+def describe(
+    section: DictConfig, adapter: DictConfig | None, dtype: torch.dtype, *, adapts: bool
+) -> tuple[CausalLM, list[nn.Parameter]] | None:
+    """The model that trains, on the meta device, and those of its weights that the section asks to round to 4 bits.
+
+    No weight has to be there. None where nothing here tells the model's sizes.
+
+    Args:
+        section: the model's.
+        adapter: of a transformers model that is trained so.
+        dtype: of the parameters.
+        adapts: an adapter trains, and not the whole model.
+
+    Raises:
+        UserError: it cannot be trained so.
+    """
+    if _is_of_transformers(section):
+        return huggingface_described.describe(section, adapter, dtype, adapts=adapts)
+    return torchtune_described.describe(section, dtype, adapts=adapts)
 
 
 def files_of(model: DictConfig, checkpointer: DictConfig | None) -> tuple[str, Any] | None:

@@ -42,7 +42,7 @@ class Recipe(Protocol):
 
 def as_override(word: str) -> str:
     """``--optimizer.lr=1e-5``, as other programs want it, is ``optimizer.lr=1e-5``; any other word stays."""
-    is_option = word.startswith(("--config=", "--recipe="))
+    is_option = word.startswith(("--config=", "--recipe=", "--gpu=", "--vram=", "--ram="))
     return word.lstrip("-") if word.startswith("--") and "=" in word and not is_option else word
 
 

@@ -64,13 +64,13 @@ def from_pretrained(
     arguments = quantized.loading_arguments(folder, dtype, load_in_4bit=load_in_4bit)
     if load_in_4bit and device.type == "meta":
         arguments = {}  # there are no values to round; names and shapes stay
-    config = _read_config(folder, trust_remote_code)
+    config = read_config(folder, trust_remote_code)
     if device.type != "meta" and stored < _few(config):
         # The headers tell what is missing before transformers makes it up, in as much memory as the model takes.
         from_pretrained(path, device=torch.device("meta"), dtype=dtype, trust_remote_code=trust_remote_code)
     try:
         with _quiet() if device.type == "meta" else contextlib.nullcontext():
-            loaded: Any = _auto_class(config).from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -125,7 +125,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """What opens the whole of a folder: where it holds more than a language model, ``AutoModelForCausalLM`` knows
     nothing of it, or opens the language model alone."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -186,7 +186,12 @@ def _check_folder(folder: Path) -> int:
     return count
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+def read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """The configuration of transformers that a folder's ``config.json`` gives.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     from transformers import AutoConfig
 
     try:

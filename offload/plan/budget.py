@@ -1,0 +1,165 @@
+"""What a run takes of each kind of memory, item by item, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.engine.memory import padded, slab_sizes
+from offload.plan.footprint import ACTIVATIONS, GRADIENTS, PARAMETERS, Footprint
+
+GIB = 2**30
+
+DEVICE, LOCKED, HOST, DISK = "GPU", "host, page-locked", "host", "disk"
+
+CONTEXT = int(0.45 * GIB)
+"""The CUDA context and its modules: what processes on the cards of scripts/peak_memory.py hold beside PyTorch's
+memory."""
+
+SLACK, MOST_SLACK = 0.046, int(0.85 * GIB)
+"""What the caching allocator holds beyond what is in use, of that and at most: 14.97 GiB for 14.31 and 27.04 for 26.20
+are the largest share and the largest difference in scripts/results/peak_memory.json."""
+
+PIECE = 2**24
+"""Bytes of a state at most that travel together, for elementwise optimizers: 16 Mi elements of one byte."""
+
+CUDA_LIBRARIES = int(2.5 * GIB)
+"""Of the host, beyond what a process without a GPU takes: CUDA's and its libraries' code and tables. An estimate: no
+recorded run has checked it."""
+
+OS_SHARE = 0.05
+"""Of the host's memory, what the system and other programs are left."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of what a run takes.
+
+    Attributes:
+        place: one of DEVICE, LOCKED, HOST, DISK.
+        name: what it is.
+        nbytes: how much.
+        note: where it comes from, or what changes it.
+    """
+
+    place: str
+    name: str
+    nbytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All parts of what a run takes.
+
+    Attributes:
+        items: each in a place.
+    """
+
+    items: tuple[Item, ...]
+
+    def of(self, *places: str) -> int:
+        """Bytes in places."""
+        return sum(item.nbytes for item in self.items if item.place in places)
+
+    @property
+    def device(self) -> int:
+        return self.of(DEVICE)
+
+    @property
+    def host(self) -> int:
+        return self.of(LOCKED, HOST)
+
+    def fits(self, device: int | None, host: int | None) -> bool:
+        """Whether there is room in so many bytes of a card and of the host; None for what is not asked."""
+        return (device is None or self.device <= device) and (host is None or self.host <= host)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a run's optimizer keeps, and where.
+
+    Attributes:
+        device: bytes of states that rest on the device.
+        locked: bytes of each tensor in page-locked memory, by purpose, laid side by side in slabs.
+        pageable: bytes in pageable host memory, by purpose.
+        in_flight: bytes of the device for states and gradients on their way, at most.
+        keeps_gradients: they stay on the device until all are there.
+        in_slabs: locked tensors share slabs; otherwise PyTorch's allocator rounds each up to a power of two.
+    """
+
+    device: int
+    locked: dict[str, list[int]]
+    pageable: dict[str, int]
+    in_flight: int
+    keeps_gradients: bool
+    in_slabs: bool = True
+
+
+def locked_bytes(sizes: Iterable[int], *, in_slabs: bool) -> int:
+    """Page-locked memory for tensors of so many bytes each."""
+    if in_slabs:  # large tensors are cut
+        parts = (min(PIECE, size - start) for size in sizes for start in range(0, size, PIECE))
+        return sum(slab_sizes([padded(part) for part in parts]))
+    return sum(1 << max(size - 1, 0).bit_length() for size in sizes)
+
+
+def on_accelerator(counted: Footprint, optimizer: Optimizer, *, weights: int, base: int, moved: int) -> list[Item]:
+    """The items of a run on an accelerator, but for its disk.
+
+    Args:
+        counted: forward and backward of one micro-batch.
+        optimizer: what it keeps.
+        weights: bytes of parameters and buffers, where 4 bits make them fewer than were counted; else as counted.
+        base: bytes of the host that a process takes before its model.
+        moved: bytes of activations that are in host memory between forward and backward.
+    """
+    early = counted.before.total >= counted.after.total + optimizer.in_flight
+    moment = counted.before if early else counted.after
+    in_flight = 0 if early else optimizer.in_flight
+    items = [
+        Item(DEVICE, "weights", weights),
+        Item(DEVICE, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
+        Item(DEVICE, "states and gradients in flight", in_flight, "optimizer.in_flight_gib"),
+        Item(DEVICE, "optimizer states", optimizer.device),
+        Item(DEVICE, "activations", max(0, moment.parts.get(ACTIVATIONS, 0) - moved), _when(moment.at)),
+    ]
+    used = sum(item.nbytes for item in items)
+    items += [
+        Item(DEVICE, "slack of PyTorch's allocator", min(int(SLACK * used), MOST_SLACK), "at most"),
+        Item(DEVICE, "CUDA context", CONTEXT),
+    ]
+    items += [
+        Item(LOCKED, name, locked_bytes(sizes, in_slabs=optimizer.in_slabs)) for name, sizes in optimizer.locked.items()
+    ]
+    items += [Item(LOCKED, "activations", moved, "between forward and backward")]
+    items += [Item(HOST, name, nbytes) for name, nbytes in optimizer.pageable.items()]
+    items.append(Item(HOST, "Python, PyTorch and CUDA", base + CUDA_LIBRARIES, "an estimate"))
+    return [item for item in items if item.nbytes]
+
+
+def on_cpu(counted: Footprint, optimizer: Optimizer, *, weights: int, base: int) -> list[Item]:
+    """The items of a run on the CPU, where all is in pageable memory; arguments as above."""
+    moment = counted.before if counted.before.total >= counted.after.total else counted.after
+    states = optimizer.device + sum(map(sum, optimizer.locked.values())) + sum(optimizer.pageable.values())
+    items = [
+        Item(HOST, "weights", weights),
+        Item(HOST, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
+        Item(HOST, "optimizer states", states),
+        Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
+        Item(HOST, "Python and PyTorch", base),
+    ]
+    return [item for item in items if item.nbytes]
+
+
+def weights_of(counted: Footprint) -> int:
+    """Bytes of parameters and buffers."""
+    return counted.before.parts[PARAMETERS]
+
+
+def _kept(optimizer: Optimizer) -> str:
+    return "kept until the update" if optimizer.keeps_gradients else ""
+
+
+def _when(at: str) -> str:
+    return f"at most, in {at}" if at and at != "backward" else "at most, in backward" if at else "at most"

@@ -1,0 +1,106 @@
+"""Known cards by name: the memory that a process can have on each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from offload.component import nearest
+from offload.errors import UserError
+
+GIB = 2**30
+
+SHARE = 0.97
+"""Of a card's nominal memory, what torch reports as its total where nobody was seen to report it: about the
+least share among the cards below without error correction (11.63 of 12 GiB)."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card that trains.
+
+    Attributes:
+        name: as its maker writes it.
+        nominal: GB on the box; GiB in fact.
+        source: of ``nominal``, or of ``reported``.
+        reported: GiB, what torch reports as the total; None where nobody was seen to say it.
+    """
+
+    name: str
+    nominal: int
+    source: str
+    reported: float | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes for all processes together."""
+        return int((self.reported or self.nominal * SHARE) * GIB)
+
+
+_GEFORCE = "https://www.nvidia.com/en-us/geforce/graphics-cards/{}/"
+_CENTRE = "https://www.nvidia.com/en-us/data-center/{}/"
+_STATION = "https://www.nvidia.com/en-us/design-visualization/{}/"
+_TOTALS = "scripts/config_memory.py: torch's total on such a card"
+
+CARDS = (
+    Card("RTX 3060 12GB", 12, _TOTALS, 11.63),
+    Card("RTX 3080 10GB", 10, _GEFORCE.format("30-series/rtx-3080-3080ti")),
+    Card("RTX 3080 Ti", 12, _GEFORCE.format("30-series/rtx-3080-3080ti")),
+    Card("RTX 3090", 24, _GEFORCE.format("30-series/rtx-3090-3090ti")),
+    Card("RTX 3090 Ti", 24, _GEFORCE.format("30-series/rtx-3090-3090ti")),
+    Card("RTX 4060", 8, _TOTALS, 7.63),
+    Card("RTX 4060 Ti 8GB", 8, _GEFORCE.format("40-series/rtx-4060-4060ti")),
+    Card("RTX 4060 Ti 16GB", 16, _GEFORCE.format("40-series/rtx-4060-4060ti")),
+    Card("RTX 4070", 12, _GEFORCE.format("40-series/rtx-4070-family")),
+    Card("RTX 4070 SUPER", 12, _GEFORCE.format("40-series/rtx-4070-family")),
+    Card("RTX 4070 Ti", 12, _GEFORCE.format("40-series/rtx-4070-family")),
+    Card("RTX 4070 Ti SUPER", 16, _GEFORCE.format("40-series/rtx-4070-family")),
+    Card("RTX 4080", 16, _GEFORCE.format("40-series/rtx-4080-family")),
+    Card("RTX 4080 SUPER", 16, _TOTALS, 15.60),
+    Card("RTX 4090", 24, "https://github.com/ali-vilab/VGen/issues/104", 23.64),
+    Card("RTX 5060 Ti 8GB", 8, _GEFORCE.format("50-series/rtx-5060-family")),
+    Card("RTX 5060 Ti 16GB", 16, _GEFORCE.format("50-series/rtx-5060-family")),
+    Card("RTX 5070", 12, _GEFORCE.format("50-series/rtx-5070-family")),
+    Card("RTX 5070 Ti", 16, _GEFORCE.format("50-series/rtx-5070-family")),
+    Card("RTX 5080", 16, _GEFORCE.format("50-series/rtx-5080")),
+    Card("RTX 5090", 32, _TOTALS, 31.36),
+    Card("RTX A4000", 16, "https://github.com/DengKaiCQ/VGGT-Long/issues/6", 15.61),
+    Card("RTX A5000", 24, _STATION.format("rtx-a5000")),
+    Card("RTX A6000", 48, _STATION.format("rtx-a6000")),
+    # With error correction on, as it was there.
+    Card("RTX 6000 Ada", 48, "https://github.com/DINGYANB/MTVCrafter/issues/21", 44.43),
+    Card("L4", 24, _CENTRE.format("l4")),
+    Card("L40S", 48, _TOTALS, 44.40),
+    Card("A10", 24, _CENTRE.format("products/a10-gpu")),
+    Card("A100 40GB", 40, "https://github.com/TianheWu/CoSeR/issues/10", 39.50),
+    Card("A100 80GB", 80, "https://github.com/HiDream-ai/VAREdit/issues/6", 79.25),
+    Card("H100", 80, _TOTALS, 79.10),
+    Card("H200", 141, _CENTRE.format("h200")),
+)
+
+
+def find_card(name: str) -> Card:
+    """The card that a name means, however it is written: ``RTX 4070 Ti SUPER``, ``4070tisuper``, ``NVIDIA L4``.
+
+    Raises:
+        UserError: there is no such card here; it names the nearest.
+    """
+    known = {_plain(card.name): card for card in CARDS}
+    wanted = _plain(name)
+    if wanted in known:
+        return known[wanted]
+    sizes = [card for plain, card in known.items() if wanted and re.fullmatch(rf"{wanted}\d+gb", plain)]
+    if len(sizes) == 1:
+        return sizes[0]
+    if sizes:
+        raise UserError(f"--gpu: there are {' and '.join(card.name for card in sizes)}: say which")
+    near = nearest(wanted, known)
+    hint = f"did you mean {known[near].name!r}? " if near else ""
+    raise UserError(f"--gpu: {name!r} is no card that is known here; {hint}--vram 16GiB takes any amount of memory")
+
+
+def _plain(name: str) -> str:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for word in ("nvidia", "geforce", "rtx", "tensorcore", "generation"):
+        plain = plain.replace(word, "")
+    return plain

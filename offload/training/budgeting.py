@@ -1,0 +1,299 @@
+"""A run's memory before there is any: its own model, optimizer and loss, on tensors without memory."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload.component import resolve
+from offload.config.loading import instantiate
+from offload.engine.forecast import LARGE, SMALL, THRESHOLD, forms_of
+from offload.engine.placement import Placement
+from offload.engine.units import clean_name
+from offload.errors import UserError
+from offload.models.protocol import CausalLM
+from offload.models.source import describe
+from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
+from offload.peers import TorchAOCPUOffloadOptimizer
+from offload.plan.budget import DISK, Budget, Item, Optimizer, on_accelerator, on_cpu, weights_of
+from offload.plan.footprint import Footprint, Moment, footprint
+from offload.refusals import ACCUMULATION_DTYPES
+from offload.training.activations import prepare_activations
+from offload.training.loss import SummedLoss
+from offload.training.settings import TrainSettings
+
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales
+(https://arxiv.org/abs/2305.14314)."""
+
+TRACED = (2, 4)
+"""Layers of the models that are traced for one with more: what a step takes is linear in its equal layers, where
+backward keeps no gradients or few. Every shape of a layer, and each kind of mask, is in two of them."""
+
+DEFAULT_LENGTH = 2048
+"""Tokens of a sequence where neither the tokenizer nor the model limits them."""
+
+WRAPPER_KEYS = ("strategy", "offload_states", "update_in_backward", "offload_gradients", "accumulation_dtype",
+                "in_flight_gib", "minimal_size")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes.
+
+    Attributes:
+        budget: of every kind of memory.
+        parameters: of the model.
+        trained: of them, those that train.
+        batch: sequences of a forward.
+        length: tokens of each, at most.
+        notes: what the numbers rest on.
+    """
+
+    budget: Budget
+    parameters: int
+    trained: int
+    batch: int
+    length: int
+    notes: tuple[str, ...]
+
+
+class Planner:
+    """Plans runs that differ in a few settings; what was traced once is not traced again.
+
+    Args:
+        base: bytes of the host that a process takes before its model.
+        adapts: an adapter trains, and not the whole model.
+    """
+
+    def __init__(self, base: int, *, adapts: bool) -> None:
+        self._base, self._adapts = base, adapts
+        self._traced: dict[Any, Footprint] = {}
+        self._models: dict[Any, tuple[CausalLM, list[nn.Parameter]]] = {}
+        self._states: dict[str, list[tuple[str, str, int]] | None] = {}
+
+    def plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
+        """The memory of a run with these settings.
+
+        Raises:
+            UserError: nothing here tells the model's sizes, or it cannot be trained so.
+        """
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            return self._plan(settings, device, dtype)
+
+    def _model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
+        found = describe(settings.model, getattr(settings, "adapter", None), dtype, adapts=self._adapts)
+        if found is None:
+            raise UserError(
+                f"model.path: nothing here tells the sizes of {settings.model.get('path')}: a folder with the model's "
+                "config.json is enough (`tune download REPOSITORY --include config.json`), given as model.path"
+            )
+        return found
+
+    def _known_model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
+        """The model with its tensors on the meta device; one to trace has to be made anew."""
+        key = repr(settings.model), repr(getattr(settings, "adapter", None)), dtype
+        if key not in self._models:
+            self._models[key] = self._model(settings, dtype)
+        return self._models[key]
+
+    def _plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
+        parts, rounded = self._known_model(settings, dtype)
+        params = list(parts.module.parameters())
+        named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
+        numbers = sum(p.numel() for p in params), sum(p.numel() for _, p in named)
+        largest = max((p.numel() for p in rounded), default=0)
+        saved = dtype.itemsize * sum(p.numel() for p in rounded) - int(NF4_BYTES * sum(p.numel() for p in rounded))
+        on_gpu = device.type != "cpu"
+        notes: list[str] = []
+        optimizer, states = self._optimizer(settings, named, on_gpu=on_gpu, notes=notes)
+        length = settings.tokenizer.get("max_seq_len")
+        if length is None:
+            length = min(parts.max_seq_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            notes.append(f"tokenizer.max_seq_len is not set: counted with {length} tokens")
+        counted = self._count(settings, dtype, int(length), keeps=optimizer.keeps_gradients)
+        weights = weights_of(counted) - saved
+        if on_gpu:
+            kept = 2 / max(3, _num_layers(parts.module))  # a layer's on its way out, another's on its way in
+            moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0
+            items = on_accelerator(counted, optimizer, weights=weights, base=self._base, moved=moved)
+            if rounded:
+                items.append(Item("GPU", "a weight in 16 bits, to compute with", 2 * largest * dtype.itemsize))
+        else:
+            items = on_cpu(counted, optimizer, weights=weights, base=self._base)
+        items += _disk(settings, numbers, states, dtype)
+        if settings.compile:
+            notes.append("compile=True: what compilation fuses away was counted, what it adds was not")
+        return Plan(Budget(tuple(items)), *numbers, settings.batch_size, int(length), tuple(notes))
+
+    # ---- forward and backward
+
+    def _count(self, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool) -> Footprint:
+        def trace(layers: int | None) -> Footprint:
+            key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
+                   settings.batch_size, settings.enable_activation_checkpointing, keeps, layers)  # fmt: skip
+            if key not in self._traced:
+                self._traced[key] = self._trace(settings, dtype, length, keeps=keeps, layers=layers)
+            return self._traced[key]
+
+        parts, _ = self._known_model(settings, dtype)
+        layers = _num_layers(parts.module)
+        params = list(parts.module.parameters())
+        few = sum(p.numel() for p in params if p.requires_grad) < 0.05 * sum(p.numel() for p in params)
+        if layers <= 2 * TRACED[1] or (keeps and not few):
+            return trace(None)
+        return extrapolated(trace(TRACED[0]), trace(TRACED[1]), (layers - TRACED[1]) / (TRACED[1] - TRACED[0]))
+
+    def _trace(
+        self, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool, layers: int | None
+    ) -> Footprint:
+        parts, _ = self._model(settings, dtype)
+        if layers is not None:
+            owner, name = _layers(parts.module)
+            setattr(owner, name, getattr(owner, name)[:layers])
+        prepare_activations(
+            parts,
+            checkpointing=settings.enable_activation_checkpointing,
+            offloading=False,
+            device=torch.device("cpu"),
+        )
+        loss = SummedLoss(parts, instantiate(settings.loss))
+        parts.module.train()
+
+        def step() -> Tensor:
+            ids = torch.zeros(settings.batch_size, length, dtype=torch.long)
+            return loss({"tokens": ids}, ids, ids.numel())
+
+        return footprint(parts.module, step, keeps_gradients=keeps)
+
+    # ---- optimizer
+
+    def _optimizer(
+        self, settings: TrainSettings, named: list[tuple[str, nn.Parameter]], *, on_gpu: bool, notes: list[str]
+    ) -> tuple[Optimizer, int]:
+        section = settings.optimizer
+        kind: Any = resolve(section["_component_"], key="optimizer._component_")
+        sizes = [param.numel() * param.element_size() for _, param in named]
+        probed = _probed(section, kind)
+        key = repr((settings.model, getattr(settings, "adapter", None), settings.dtype, probed))
+        if key not in self._states:
+            self._states[key] = _states(probed, named)
+        states = self._states[key]
+        if states is None:
+            notes.append(f"optimizer: {section['_component_']} does not run on the CPU: its states are not counted")
+            states = []
+        total = sum(nbytes for _, _, nbytes in states)
+        accumulates = settings.gradient_accumulation_steps > 1
+        if kind is TorchAOCPUOffloadOptimizer and on_gpu:
+            keeps = not section.get("offload_gradients", False)
+            locked = {"copies of the weights": sizes, "gradients": sizes}
+            return Optimizer(0, locked, {"optimizer states": total}, 0, keeps, in_slabs=False), total
+        if kind is not OffloadOptimizer:
+            is_paged = str(section["_component_"]).rpartition(".")[2].startswith("Paged") and on_gpu
+            paged = {"optimizer states, paged by CUDA": total} if is_paged else {}
+            return Optimizer(0 if is_paged else total, {}, paged, 0, True), total
+        strategy = section.get("strategy", "host")
+        early, offloads = bool(section.get("update_in_backward")), bool(section.get("offload_gradients"))
+        keeps = (not early or accumulates) and not offloads
+        if not on_gpu or strategy == "resident":
+            return Optimizer(total, {}, {}, 0, keeps or (offloads and not early)), total
+        on_device, locked, pageable = 0, {}, 0
+        if strategy == "host":
+            locked = {"copies of the weights": sizes, "optimizer states": [n for _, _, n in states]}
+        else:
+            placement = Placement(section.get("offload_states", ".*"))
+            kinds = [(placement.memory(state, name), nbytes) for state, name, nbytes in states]
+            on_device = sum(nbytes for memory, nbytes in kinds if memory == "device")
+            pageable = sum(nbytes for memory, nbytes in kinds if memory == "host")
+            locked = {"optimizer states": [nbytes for memory, nbytes in kinds if memory == "pinned_host"]}
+        if offloads and (not early or accumulates):
+            given = section.get("accumulation_dtype")
+            width = None if given is None else ACCUMULATION_DTYPES[given].itemsize
+            locked["gradients"] = [param.numel() * (width or param.element_size()) for _, param in named]
+        bound = int(section.get("in_flight_gib", 1.0) * GIB)
+        staged = min(int(STAGING_SHARE * bound), sum(locked.get("optimizer states", []))) if strategy == "stream" else 0
+        taken = min(bound, sum(sizes) + staged) if early or offloads else staged
+        return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), total
+
+
+def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
+    """The footprint of a model with more layers: ``times`` the difference of two beyond the second."""
+
+    def moment(a: Moment, b: Moment) -> Moment:
+        parts = {name: int(b.parts[name] + times * (b.parts[name] - a.parts.get(name, 0))) for name in b.parts}
+        return Moment(sum(parts.values()), parts, b.at)
+
+    kept = int(more.kept + times * (more.kept - few.kept))
+    return Footprint(moment(few.before, more.before), moment(few.after, more.after), kept)
+
+
+def _layers(module: nn.Module) -> tuple[Any, str]:
+    """Where a model's layers are: the list of modules with most parameters."""
+    lists = [
+        (sum(param.numel() for param in child.parameters()), owner, name)
+        for owner in module.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    _, owner, name = max(lists, key=lambda entry: entry[0], default=(0, module, ""))
+    return owner, name
+
+
+def _num_layers(module: nn.Module) -> int:
+    owner, name = _layers(module)
+    return len(getattr(owner, name)) if name else 0
+
+
+def _probed(section: DictConfig, kind: Any) -> DictConfig:
+    """The section of an optimizer with the same states that updates where its parameters are."""
+    section = section.copy()
+    if kind is OffloadOptimizer or kind is TorchAOCPUOffloadOptimizer:
+        for key in WRAPPER_KEYS:
+            section.pop(key, None)
+        section["_component_"] = "offload.OffloadOptimizer"
+        section["strategy"] = "resident"
+    return section
+
+
+def _states(section: DictConfig, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, str, int]] | None:
+    """State, parameter and bytes of all that the optimizer will keep: its class steps small parameters of the same
+    names once. None where it does not run on the CPU."""
+    stand_ins = []
+    for name, param in named:
+        count = SMALL if param.numel() < THRESHOLD else LARGE
+        shape = (count,) * param.dim() if param.dim() < 2 else (*(1,) * (param.dim() - 2), 4, count // 4)
+        stand_in = nn.Parameter(torch.zeros(shape, dtype=param.dtype))
+        stand_in.grad = torch.zeros_like(stand_in)
+        stand_ins.append((name, stand_in))
+    optimizer = instantiate(section, stand_ins)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    except Exception:
+        return None
+    found = []
+    for (name, param), (_, stand_in) in zip(named, stand_ins, strict=True):
+        for state, value in optimizer.state[stand_in].items():
+            if isinstance(value, Tensor) and value.dim():
+                tensors = [each.of(param) for each in forms_of(value, stand_in)]
+                found.append((state, name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
+    return found
+
+
+def _disk(settings: TrainSettings, numbers: tuple[int, int], states: int, dtype: torch.dtype) -> list[Item]:
+    total, trained = numbers
+    only_trained = bool(getattr(settings, "save_adapter_weights_only", False))
+    one = dtype.itemsize * (trained if only_trained else total) + states
+    count = settings.keep_last_n + 1 if settings.keep_last_n else 1
+    note = (
+        f"keep_last_n={settings.keep_last_n}, and one that is being written"
+        if settings.keep_last_n
+        else "each; keep_last_n=null keeps all"
+    )
+    return [Item(DISK, "checkpoints" if count > 1 else "checkpoint", one * count, note)]

@@ -1,0 +1,77 @@
+"""``tune plan`` and ``tune run … --dry-run``: the same table, the verdict, what makes a run fit, and mistakes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from offload.cli import plan
+from offload.cli.main import main
+from offload.errors import UserError
+
+
+def totals(text: str) -> dict[str, float]:
+    return {what: float(gib) for what, gib in re.findall(r"^(GPU|host) in all.*?: ([\d.]+) GiB", text, re.M)}
+
+
+def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--config", "tiny_llama_offload", "batch_size=16", "--vram", "560MiB"]
+    assert main(command) == 1
+    told = capsys.readouterr().out
+    assert "DOES NOT FIT" in told
+    ways = [line.split(maxsplit=2)[2] for line in told.partition("  GPU    host  GiB\n")[2].splitlines()]
+    assert ways
+    # Each line is to be pasted, and does what it says.
+    assert main([*command, *ways[0].split()]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+def test_a_dry_run_tells_the_same_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    output = tmp_path / "run"
+    words = ["--config", "tiny_llama_offload", f"output_dir={output}", "device=cpu", "batch_size=2"]
+    assert main(["run", "full_finetune_single_device", *words, "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    assert totals(dry) == {"host": pytest.approx(totals(told)["host"], abs=0.05)}  # the process itself grows
+    assert "GPU" not in dry and not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpu", "RTX 4091"], "did you mean 'RTX 4090'"),
+        (["--vram", "16"], "--vram: got '16', expected a size with its unit, such as 16GiB"),
+        (["--vram", "0GiB"], "--vram: got '0GiB'"),
+        (["--ram=-3GiB"], "--ram: got '-3GiB'"),
+        (["--gpu", "L4", "--vram", "16GiB"], "not allowed with"),
+        (["--vram", "16GiB", "device=cpu"], "device: is cpu"),
+        (["batch_sizes=4"], "batch_size"),
+        (["clip_grad_norm=1", "optimizer.update_in_backward=True"], "clip_grad_norm"),
+        (["model=offload.models.huggingface.from_pretrained", "model.path=/nowhere/Some-7B", "checkpointer=null"],
+         "config.json"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_status_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny_llama_offload", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def test_torchtunes_configs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "llama2/7B_full"]) == 2
+    assert "torchtune's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("16GiB", 2**34), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5tib", 3 * 2**39)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert plan.size(text, "--ram") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "16", "GiB", "-1GiB", "16GiBs", "0MiB", "1e3GiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match="--ram"):
+        plan.size(text, "--ram")

@@ -122,13 +122,15 @@ def plan(
             f"output_dir: a checkpoint of this run takes {about} {size(one)} and {size(free)} are free in {folder}: "
             "free some space, or choose another output_dir"
         )
-    way_out = "set keep_last_n=1, raise save_every_n_steps" if keep is None else "lower keep_last_n"
+    way_out = (
+        "set keep_last_n=1, raise save_every_n_steps, free space" if keep is None else "lower keep_last_n, free space"
+    )
     if keep == 1:
-        way_out = "free space for two: the newer is written before the older is deleted"
+        way_out = "free space for two (the newer is written before the older is deleted)"
     return [
         line,
         f"warning: the disk of {folder} will be full after {_fitting(one, count, keep, present, free)} of {count} "
-        f"checkpoints, and the run will stop there: {way_out}, free space, or choose another output_dir",
+        f"checkpoints, and the run will stop there: {way_out}, or choose another output_dir",
     ]
 
 

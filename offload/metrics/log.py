@@ -374,8 +374,9 @@ class _MirrorThread:
                     getattr(self._mirror, method)(*arguments)
             except BaseException as error:  # whatever a mirror does, training goes on
                 self._failed.set()
+                told = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 _warn(
-                    f"{self._name}.{method} failed and is switched off: {type(error).__name__}: {error}. "
+                    f"{self._name}.{method} failed and is switched off: {told.rstrip('.')}. "
                     f"{METRICS_FILE} has all values."
                 )
                 return

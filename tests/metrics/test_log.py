@@ -279,7 +279,7 @@ def test_a_mirror_that_fails_is_told_once_and_switched_off(
         pass
 
     def fail(*_: Any, **__: Any) -> None:
-        raise SystemExit("no luck")  # not even an Exception
+        raise SystemExit("no\n  luck.")  # not even an Exception
 
     broken, healthy = Broken(), Recorder()
     setattr(broken, method, fail)
@@ -293,7 +293,7 @@ def test_a_mirror_that_fails_is_told_once_and_switched_off(
     assert [call[0] for call in healthy.calls] == ["config", 1, 2, 3, "close"]
     error = capsys.readouterr().err
     assert error.count("warning:") == 1
-    assert f"Broken.{method} failed" in error and "no luck" in error
+    assert f"Broken.{method} failed and is switched off: SystemExit: no luck. metrics.jsonl" in error
 
 
 def test_a_mirror_that_hangs_stalls_neither_logging_nor_the_end(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.engine.shards import has_blocks, is_distributed, local, local_state, whole_state
 from offload.errors import UserError
-from offload.optim.formats import BLOCK, CODED, STATE_BLOCK, as_kept, as_shared, shared_shape
+from offload.optim.formats import BLOCK, STATE_BLOCK, as_kept, as_shared, shared_shape
 from offload.optim.interchange import decoded
 
 WORTH_TELLING = 0.01
@@ -22,7 +22,7 @@ WORTH_TELLING = 0.01
 def tell_of_fp32(groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn where many of the parameters that ranks share keep fp32 moments instead of 8-bit codes."""
     params = [(param, group) for group in groups for param in group["params"]]
-    kept = [param for param, group in params if group.get("state_dtype") in CODED and not has_blocks(param, BLOCK)]
+    kept = [param for param, group in params if group.get("state_dtype") == "int8" and not has_blocks(param, BLOCK)]
     share = sum(param.numel() for param in kept) / max(1, sum(param.numel() for param, _ in params))
     if share > WORTH_TELLING:
         largest = max(kept, key=Tensor.numel)

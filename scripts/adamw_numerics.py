@@ -134,8 +134,8 @@ def bitsandbytes(params: Sequence[nn.Parameter], **options: Any) -> torch.optim.
 
 
 GROUPS = {"split": "exact", "split24": "24 bits", "stochastic": "stochastic", "none": "none"}
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256, "fp8": 2 + 8 / 256}
-COLORS = {"fp32": "black", "bf16": "C2", "int8": "C0", "fp8": "C4"}
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}
+COLORS = {"fp32": "black", "bf16": "C2", "int8": "C0"}
 FP32 = "torch fp32"
 
 

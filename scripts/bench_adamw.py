@@ -539,10 +539,10 @@ def contenders(memory: Memory) -> Iterator[Entry]:
     deepspeed = "deepspeed.ops.adam.DeepSpeedCPUAdam"
     if on_cpu:
         yield peer(("DeepSpeedCPUAdam", "fp32", "fp32", "fp32"), fp32, deepspeed)
-    for state_dtype in ("bf16", "int8", "fp8"):
+    for state_dtype in ("bf16", "int8"):
         yield packed(memory, FP32, "none", state_dtype)
 
-    for state_dtype in ("fp32", "bf16", "int8", "fp8"):
+    for state_dtype in ("fp32", "bf16", "int8"):
         yield packed(memory, BF16, "split", state_dtype)
         yield packed(memory, BF16, "split24", state_dtype)
     yield cast_fused_cast(bf16)
@@ -559,8 +559,7 @@ def contenders(memory: Memory) -> Iterator[Entry]:
         yield peer(("DeepSpeedCPUAdam", "bf16", "none", "bf16"), bf16, deepspeed, fp32_optimizer_states=False)
 
     for master in ("none", "stochastic"):
-        for state_dtype in ("int8", "fp8"):
-            yield packed(memory, BF16, master, state_dtype)
+        yield packed(memory, BF16, master, "int8")
     yield peer(("torchao", "bf16", "none", "int8"), bf16[part], "torchao.optim.AdamW8bit")
     rounding = {"bf16_stochastic_round": True}
     yield peer(("torchao", "bf16", "stochastic", "int8"), bf16[part], "torchao.optim.AdamW8bit", **rounding)

@@ -7,8 +7,8 @@
 Every candidate sees the same gradients as AdamW in float64. A step decodes the moments, updates them in fp32, takes the
 update from the unrounded moments and encodes them again, with one scale per block of 256 elements. A format is first
 tried on one moment while the other stays in fp32, then in pairs. torchao and bitsandbytes run as published, torchao
-without ``torch.compile``. ``int8`` and ``fp8`` are the codes of offload.optim themselves, whose updates have in them
-what the parameter gets of a rounded ratio: each strays by more for it, and their sum by less.
+without ``torch.compile``. ``int8`` is for the codes of offload.optim themselves, whose updates have in them what the
+parameter gets of a rounded ratio: each strays by more for it, and their sum by less.
 
 Formats are written as functions of x, a moment over its block's largest magnitude:
 
@@ -253,8 +253,8 @@ class Adam:
 class Packed:
     """The codes of offload.optim."""
 
-    def __init__(self, state_dtype: str, betas: tuple[float, float]) -> None:
-        self.state_dtype, self.betas, self.before = state_dtype, betas, 0.0
+    def __init__(self, betas: tuple[float, float]) -> None:
+        self.betas, self.before = betas, 0.0
         self.stored = (
             torch.zeros(ROWS * BLOCK, dtype=torch.int8),
             torch.zeros(ROWS),
@@ -266,13 +266,13 @@ class Packed:
         """As :meth:`Adam.step`."""
         (beta1, beta2), flat = self.betas, gradient.reshape(-1)
         correction = math.sqrt(1 - beta2**step)
-        m, v = codes.decode(*self.stored, self.state_dtype, self.before, True)
+        m, v = codes.decode(*self.stored, self.before, True)
         self.before = eps = EPS * correction
         root = (beta2 * v + (1 - beta2) * flat * flat).sqrt()
         ratio = (beta1 * m + (1 - beta1) * flat) / (root + eps)
         threshold = codes.thresholds(0, len(flat), codes.GOLDEN_RATIO * step, flat.device)
-        codes.encode(ratio, root, threshold, *self.stored, self.state_dtype, eps, True)
-        lost = ratio - codes.decode_ratios(*self.stored[:2], self.state_dtype)
+        codes.encode(ratio, root, threshold, *self.stored, eps, True)
+        lost = ratio - codes.decode_ratios(*self.stored[:2])
         update = (ratio / (1 - beta1**step) + codes.ahead(beta1) * lost) * correction
         return update.view(gradient.shape), root.view(gradient.shape)
 
@@ -351,7 +351,7 @@ class Job(NamedTuple):
     steps: int
     candidates: list[Candidate]
     others: list[str]
-    """Of :data:`PUBLISHED` and :data:`CHOSEN`."""
+    """Of :data:`PUBLISHED` and :data:`OURS`."""
 
 
 def simulate(job: Job) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def simulate(job: Job) -> dict[str, Any]:
     torch.compiler.set_stance("force_eager")
     beta1, beta2 = betas
     runs: dict[str, Adam | Packed | Published] = {candidate.name: Adam(candidate, betas) for candidate in chosen}
-    runs |= {name: Packed(name, betas) if name in CHOSEN else Published(name, betas) for name in others}
+    runs |= {name: Packed(betas) if name == OURS else Published(name, betas) for name in others}
     total = {name: torch.zeros(ROWS, BLOCK, dtype=torch.float64) for name in runs}
     blow_up = dict.fromkeys(runs, 0.0)
     curves: dict[str, dict[str, list[float]]] = {name: {"error": [], "drift": [], "bias": []} for name in runs}
@@ -402,17 +402,17 @@ def simulate(job: Job) -> dict[str, Any]:
     }
 
 
-CHOSEN = ("int8", "fp8")
+OURS = "int8"
 METRICS = ("drift", "blow_up", "error")
 
 
-def verdict(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Where a candidate is worse than the better of torchao and bitsandbytes, and by what factor."""
+def verdict(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where int8 is worse than the better of torchao and bitsandbytes, and by what factor."""
     worse = []
     for row in results:
         for metric in METRICS:
             best = min(row["candidates"][other][metric] for other in PUBLISHED)
-            ratio = row["candidates"][name][metric] / best
+            ratio = row["candidates"][OURS][metric] / best
             if ratio > 1:
                 where = {"scenario": row["scenario"], "betas": row["betas"], "metric": metric}
                 worse.append(where | {"times": significant(ratio)})
@@ -420,7 +420,7 @@ def verdict(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def draw(record: dict[str, Any]) -> None:
-    """Above, drift of the chosen pairs and the published optimizers over time; below, all drifts at the end."""
+    """Above, drift of int8 and the published optimizers over time; below, all drifts at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -434,14 +434,14 @@ def draw(record: dict[str, Any]) -> None:
     above, below = parts
     axes = above.subplots(len(BETAS), len(SCENARIOS), sharex=True)
     for axis, row in zip(axes.flat, results, strict=True):
-        for name, color in zip((*CHOSEN, *PUBLISHED), ("C0", "C2", "C3", "C1"), strict=True):
+        for name, color in zip((OURS, *PUBLISHED), ("C0", "C3", "C1"), strict=True):
             curve = row["candidates"][name]["curves"]["drift"]
             axis.semilogy([(i + 1) * record["steps"] / len(curve) for i in range(len(curve))], curve, color, label=name)
         axis.set_title(f"{row['scenario']}, beta2 {row['betas'][1]}", fontsize=9)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    above.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9)
+    above.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
     above.supylabel("drift of the summed updates", fontsize=9)
     axis = below.subplots()
     table = [[row["candidates"][name]["drift"] for row in results] for name in names]
@@ -454,7 +454,7 @@ def draw(record: dict[str, Any]) -> None:
     axis.set_xticks(range(len(results)), [f"{row['scenario']}\n{row['betas'][1]}" for row in results], fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     for label in axis.get_yticklabels():
-        if label.get_text() in (*PUBLISHED, *CHOSEN):
+        if label.get_text() in (*PUBLISHED, OURS):
             label.set_fontweight("bold")
     axis.set_title(f"drift after {record['steps']} steps, in per cent", fontsize=10)
     below.colorbar(image, ax=axis, pad=0.01)
@@ -464,7 +464,7 @@ def draw(record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="nothing is recorded of fewer than 2000")
-    parser.add_argument("--add", action="store_true", help="keep what the record has, but for int8 and fp8")
+    parser.add_argument("--add", action="store_true", help="keep what the record has, but for int8")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     known: dict[tuple[str, float], dict[str, Any]] = {}
@@ -474,26 +474,25 @@ def main() -> None:
     for betas in BETAS:
         for scenario in SCENARIOS:
             there = known.get((scenario, betas[1]), {})
-            others = [*CHOSEN, *(name for name in PUBLISHED if name not in there)]
+            others = [OURS, *(name for name in PUBLISHED if name not in there)]
             new = [one for one in candidates() if one.name not in there]
             jobs.append(Job(scenario, betas, arguments.steps, new, others))
     results: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         for job, outcome in zip(jobs, pool.imap(simulate, jobs), strict=True):
             kept, names = known.get((job.scenario, job.betas[1]), {}), [one.name for one in candidates()]
-            merged = {name: outcome.get(name) or kept[name] for name in (*names, *CHOSEN, *PUBLISHED)}
+            merged = {name: outcome.get(name) or kept[name] for name in (*names, OURS, *PUBLISHED)}
             results.append({"scenario": job.scenario, "betas": job.betas, "candidates": merged})
-            shown = (*CHOSEN, *PUBLISHED)
-            print(job.scenario, job.betas, {name: significant(merged[name]["drift"]) for name in shown}, flush=True)
-    worse = {name: verdict(results, name) for name in CHOSEN}
-    for dtype, found in worse.items():
-        print(dtype, "is worse than torchao or bitsandbytes in", found or "nothing")
+            shown = {name: significant(merged[name]["drift"]) for name in (OURS, *PUBLISHED)}
+            print(job.scenario, job.betas, shown, flush=True)
+    worse = verdict(results)
+    print("int8 is worse than torchao or bitsandbytes in", worse or "nothing")
     if arguments.steps < 2000:
         return
     for row in results:
         for name, outcome in row["candidates"].items():
             curves = outcome.pop("curves", None)
-            if name in (*CHOSEN, *PUBLISHED):
+            if name in (OURS, *PUBLISHED):
                 halved = {metric: curve[1::2] if len(curve) == SAMPLES else curve for metric, curve in curves.items()}
                 outcome["curves"] = halved
     record = {

@@ -257,7 +257,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8 split24": {"state_dtype": "int8", "master": "split24"},
     "bf16 split": {"state_dtype": "bf16", "master": "split"},
     "fp32 split": {"state_dtype": "fp32", "master": "split"},
-    "fp8 split": {"state_dtype": "fp8", "master": "split"},
     "bf16 stochastic": {"state_dtype": "bf16", "master": "stochastic"},
     "int8 none": {"state_dtype": "int8", "master": "none"},
 }

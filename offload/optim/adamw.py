@@ -69,7 +69,7 @@ class Adam(torch.optim.Optimizer):
         weight_decay: added to the gradient, as a multiple of the parameter.
         amsgrad: is not supported; False.
         maximize: ascend.
-        state_dtype: of both moments: ``fp32``, ``bf16``, ``int8`` or ``fp8`` (minifloats).
+        state_dtype: of both moments: ``fp32``, ``bf16`` or ``int8``.
         master: what keeps the changes of a bf16 parameter that are too small for it: ``none``, ``stochastic``
             rounding, ``split`` or ``split24``.
         seed: of the random bits that round bf16 second moments, ``stochastic`` parameters and ``split24`` masters.
@@ -102,7 +102,7 @@ class Adam(torch.optim.Optimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
+        state_dtype: Literal["fp32", "bf16", "int8"] = "int8",
         master: Literal["none", "stochastic", "split", "split24"] = "split",
         seed: int = 0,
     ) -> None:
@@ -314,7 +314,7 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        state_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "int8",
+        state_dtype: Literal["fp32", "bf16", "int8"] = "int8",
         master: Literal["none", "stochastic", "split", "split24"] = "split",
         seed: int = 0,
     ) -> None:
@@ -341,7 +341,7 @@ class _Plan:
         self._kinds = {dtype: _kind(group, dtype, coupled) for dtype in (torch.float32, torch.bfloat16)}
         seed = group["seed"]
         self._param_key = random_key(seed, step, 0) if master in ("stochastic", "split24") else None
-        self._is_coded = state_dtype in ("int8", "fp8")
+        self._is_coded = state_dtype == "int8"
         self._v_key = random_key(seed, 0 if self._is_coded else step, 1) if state_dtype != "fp32" else None
         self._walked = codes.GOLDEN_RATIO * step
         self._is_random = self._param_key is not None or self._v_key is not None
@@ -403,7 +403,7 @@ def _constants(group: Group, step: int, coupled: bool, factor: float) -> Constan
     bc2_sqrt = math.sqrt(1 - beta2**step)
     step_size = lr / (1 - beta1**step)
     is_folded, has_ratios = group["state_dtype"] != "fp32", group["codes"] == codes.RATIOS
-    is_corrected = has_ratios and group["state_dtype"] in ("int8", "fp8")
+    is_corrected = has_ratios and group["state_dtype"] == "int8"
     return Constants(
         gscale=-factor if group["maximize"] else factor,
         l2=weight_decay if coupled else 0.0,

@@ -9,14 +9,14 @@ one has. Code 0 is zero, and nothing else is, because a denominator of ``eps`` a
 
 Of the first, the *ratio* ``m / (sqrt(v) + eps)`` is, Adam's update but for its step size: its size is about the same
 for all elements of a block, whatever decades their gradients span, and what rounding ``v`` changes does not change the
-update. It has 127 equal steps either way (``int8``), or is a minifloat E4M3 of 16 octaves of 8 steps (``fp8``). What
-rounding takes from a ratio is missing in the updates to come, all of which are known but for what ``v`` does: the
-parameter gets it at once (:func:`ahead`), so that errors do not add up over the steps.
+update. It has 127 equal steps either way. What rounding takes from a ratio is missing in the updates to come, all of
+which are known but for what ``v`` does: the parameter gets it at once (:func:`ahead`), so that errors do not add up
+over the steps.
 
-Where ``beta2`` is below :data:`LEAST_BETA2_OF_RATIOS`, ``m`` itself is stored, in int8 its square root with its sign:
+Where ``beta2`` is below :data:`LEAST_BETA2_OF_RATIOS`, ``m`` itself is stored, as its square root with its sign:
 so short an average follows single gradients, and the ratio to one of nearly zero would leave no steps for the others.
 Nor are updates to come known. But the second moment is soon forgotten, and one of its 8 bits, the lowest, is the first
-moment's: that has 255 steps or 16 octaves of 16, and the roots have 126.
+moment's: that has 255 steps either way, and the roots have 126.
 
 A block's scales are its largest finite values, of roots the next multiple of the step. The lowest 8 bits of the first
 moment's are the width of the second's steps. Where a moment is not finite, neither is the
@@ -50,11 +50,6 @@ POSITION = 0x85EBCA6B
 
 SMALLEST_SCALE = 2.0**-120
 """Scales below it count as zero, so that their inverse is finite."""
-
-E4M3_BIAS = (127 - 15) << 3
-"""Of codes as the upper bits of an fp32 number: the largest of 16 exponents is that of 1."""
-
-E4M4_BIAS = E4M3_BIAS << 1
 
 HORIZON = 20
 """Steps over which :func:`ahead` is best."""
@@ -111,7 +106,6 @@ def decode(
     exp_avg_scale: Tensor,
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor,
-    state_dtype: str,
     eps: float,
     has_ratios: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -121,7 +115,6 @@ def decode(
         exp_avg: int8 ``[n]``.
         exp_avg_sq: uint8 ``[n]``.
         exp_avg_scale, exp_avg_sq_scale: fp32 ``[ceil(n / BLOCK)]``.
-        state_dtype: ``int8`` or ``fp8``.
         eps: what was added to sqrt(v) when the codes were made.
         has_ratios: first moments are :data:`RATIOS`.
     """
@@ -131,33 +124,22 @@ def decode(
     bits = _spread(bottom, code) + code * _spread(step, code)
     root = torch.where(code == 0, 0, bits).view(torch.float32)
     if has_ratios:
-        return decode_ratios(exp_avg, exp_avg_scale, state_dtype) * (root + eps), root * root
+        return decode_ratios(exp_avg, exp_avg_scale) * (root + eps), root * root
     code = exp_avg.to(torch.int32) << 1 | exp_avg_sq.to(torch.int32) & 1
-    if state_dtype == "fp8":
-        magnitude = code & 255
-        bits = torch.where(magnitude == 0, 0, (magnitude + E4M4_BIAS) << 19) | (code & 256) << 23
-        share = bits.view(torch.float32)
-    else:
-        x = code.float() * f32(1 / 255)
-        share = x * x.abs()
-    return share * _spread(exp_avg_scale, share), root * root
+    x = code.float() * f32(1 / 255)
+    return x * x.abs() * _spread(exp_avg_scale, x), root * root
 
 
-def decode_ratios(exp_avg: Tensor, exp_avg_scale: Tensor, state_dtype: str, factor: float | None = None) -> Tensor:
+def decode_ratios(exp_avg: Tensor, exp_avg_scale: Tensor, factor: float | None = None) -> Tensor:
     """What codes of ratios stand for, fp32 ``[n]``; arguments as of :func:`decode`.
 
     Args:
         factor: of the ratios, multiplied into each block's unit.
     """
-    unit = exp_avg_scale * f32(1 / 127) if state_dtype == "int8" else exp_avg_scale
+    unit = exp_avg_scale * f32(1 / 127)
     if factor is not None:
         unit = unit * factor
     value = exp_avg.float()
-    if state_dtype == "fp8":
-        code = exp_avg.view(torch.uint8).to(torch.int32)
-        magnitude = code & 127
-        bits = torch.where(magnitude == 0, 0, (magnitude + E4M3_BIAS) << 20) | (code & 128) << 24
-        value = bits.view(torch.float32)
     return value * _spread(unit, value)
 
 
@@ -169,11 +151,10 @@ def encode(
     exp_avg_scale: Tensor,
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor,
-    state_dtype: str,
     eps: float,
     has_ratios: bool,
 ) -> None:
-    """Write codes and scales; tensors, ``state_dtype``, ``eps`` and ``has_ratios`` as in :func:`decode`.
+    """Write codes and scales; tensors, ``eps`` and ``has_ratios`` as in :func:`decode`.
 
     Args:
         ratio: ``m / (sqrt(v) + eps)``, fp32 ``[n]``.
@@ -198,25 +179,12 @@ def encode(
     inverse = torch.where(exp_avg_scale >= SMALLEST_SCALE, 1 / exp_avg_scale, 0.0)
     if has_ratios:
         exp_avg_sq.copy_(code)
-        if state_dtype == "int8":
-            exp_avg.copy_((first * _spread(inverse * 127, first)).round())
-        else:
-            exp_avg.view(torch.uint8).copy_(_minifloat(first * _spread(inverse, first), 3))
+        exp_avg.copy_((first * _spread(inverse * 127, first)).round())
         return
     share = first * _spread(inverse, first)
-    if state_dtype == "int8":
-        nine = (torch.copysign(sqrt(share.abs()), share) * 255).round().to(torch.int32)
-    else:
-        nine = _minifloat(share, 4)
+    nine = (torch.copysign(sqrt(share.abs()), share) * 255).round().to(torch.int32)
     exp_avg.view(torch.uint8).copy_(nine >> 1 & 255)
     exp_avg_sq.copy_(code | nine & 1)
-
-
-def _minifloat(share: Tensor, mantissa: int) -> Tensor:
-    """Sign, 4 bits of exponent and some of mantissa, int32."""
-    bits, shift = share.view(torch.int32), 23 - mantissa
-    magnitude = ((bits & 0x7FFFFFFF) + (1 << shift - 1) >> shift) - (E4M3_BIAS << mantissa - 3)
-    return magnitude.clamp(min=0) | bits >> 31 - 4 - mantissa & 16 << mantissa
 
 
 def steps(root: Tensor, before: Tensor, has_ratios: bool = True) -> tuple[Tensor, Tensor]:

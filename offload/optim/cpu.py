@@ -22,7 +22,7 @@ from offload.optim.formats import PARAM_KINDS, STATE_DTYPES, Item, Kind
 
 LIBRARY = Path(__file__).parent / "kernels" / ("_adamw.dylib" if sys.platform == "darwin" else "_adamw.so")
 
-ABI = 4
+ABI = 5
 """The library's interface that this file speaks: OFFLOAD_ABI in kernels/adamw.h."""
 
 HUGE_PAGE_BYTES = 4 << 20

@@ -2,7 +2,7 @@
 
 Version 1, of groups without the option ``codes``: first moments are ratios, as in :mod:`offload.optim.codes`; roots of
 second moments are minifloats E3M5 with an offset. Version 2, of groups whose ``codes`` are :data:`MOMENTS`: first
-moments have 8 bits (in int8, the square root with its sign) and roots, 254 steps as beside ratios.
+moments have 8 bits (the square root with its sign) and roots, 254 steps as beside ratios.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def decode(
     exp_avg_scale: Tensor,
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor,
-    state_dtype: str,
     eps: float,
     kind: str | None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,12 +36,10 @@ def decode(
     Args:
         kind: the group's ``codes``.
     """
-    first = codes.decode_ratios(exp_avg, exp_avg_scale, state_dtype)
+    first = codes.decode_ratios(exp_avg, exp_avg_scale)
     if kind == MOMENTS:
-        _, v = codes.decode(exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, state_dtype, eps, True)
-        if state_dtype == "int8":
-            first = first * (exp_avg.float() / 127).abs()
-        return first, v
+        _, v = codes.decode(exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, eps, True)
+        return first * (exp_avg.float() / 127).abs(), v
     bits = (exp_avg_sq.to(torch.int32) + E3M5_BIAS) << 18
     scale = (exp_avg_sq_scale * f32(1 / E3M5_RANGE)).repeat_interleave(BLOCK)[: bits.numel()]
     root = (bits.view(torch.float32) - E3M5_OFFSET) * scale

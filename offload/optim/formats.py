@@ -23,10 +23,8 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale. 8-bit states cost 1 + 4 / BLOCK bytes per element and moment."""
 
-STATE_DTYPES = ("fp32", "bf16", "int8", "fp8")
-
-CODED = ("int8", "fp8")
-"""Of them, those of 8-bit codes with scales."""
+STATE_DTYPES = ("fp32", "bf16", "int8")
+"""How moments are kept; ``int8``: as codes of 8 bits with scales."""
 
 MASTERS = ("none", "stochastic", "split", "split24")
 
@@ -155,7 +153,7 @@ def state_dtype_of(param: Tensor, state_dtype: str) -> str:
     ``offload_has_blocks`` of it, which is False then): norms, biases, and matrices whose rows are no whole number of
     blocks. So scales belong to one rank, and results do not depend on how many there are.
     """
-    return "fp32" if state_dtype in CODED and not getattr(param, "offload_has_blocks", True) else state_dtype
+    return "fp32" if state_dtype == "int8" and not getattr(param, "offload_has_blocks", True) else state_dtype
 
 
 def param_kind(dtype: torch.dtype, master: str) -> str:
@@ -172,7 +170,7 @@ def state_spec(dtype: torch.dtype, numel: int, state_dtype: str, master: str) ->
     """
     moments = {"fp32": (torch.float32,) * 2, "bf16": (torch.bfloat16,) * 2}.get(state_dtype, (torch.int8, torch.uint8))
     spec: dict[str, Any] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
-    if state_dtype in ("int8", "fp8"):
+    if state_dtype == "int8":
         spec |= dict.fromkeys(STATE_BLOCK, torch.float32)
     if (remainder := REMAINDERS.get(param_kind(dtype, master))) is not None:
         spec["remainder"] = remainder

@@ -180,12 +180,17 @@ def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor
     stored = [state["exp_avg"], state["exp_avg_sq"]]
     m, v = (torch.empty_like(tensor, dtype=torch.float32) for tensor in stored)
     if "exp_avg_scale" in state:
-        how = group["state_dtype"], _eps(group, float(state["step"]))
+        if (state_dtype := group["state_dtype"]) != "int8":
+            raise ValueError(
+                f"the state to load has state_dtype={state_dtype!r}, which this version does not read: load it into "
+                "state_dtype='int8' with the version that wrote it and save it there, or begin anew from its weights"
+            )
+        eps = _eps(group, float(state["step"]))
         kind = group.get("codes")
         if kind in (codes.RATIOS, codes.MOMENTS):
-            values = codes.decode(*_coded(state), *how, kind == codes.RATIOS)
+            values = codes.decode(*_coded(state), eps, kind == codes.RATIOS)
         else:
-            values = earlier.decode(*_coded(state), *how, kind)
+            values = earlier.decode(*_coded(state), eps, kind)
         flat(m).copy_(values[0])
         flat(v).copy_(values[1])
     else:
@@ -226,7 +231,7 @@ def _packed(
         else:
             state[key] = torch.zeros_like(param, dtype=dtype, device=device, requires_grad=False)
     moments = [key for key in spec if key != "remainder"]
-    are_codes_same = state_dtype not in ("int8", "fp8") or saved_group.get("codes") == group["codes"]
+    are_codes_same = state_dtype != "int8" or saved_group.get("codes") == group["codes"]
     is_same = (
         saved_group.get("state_dtype", "fp32") == state_dtype
         and are_codes_same
@@ -245,7 +250,7 @@ def _packed(
             ratio = torch.nan_to_num(flat(m) / (root + _eps(group, step)))
             half = torch.full_like(root, 1 << 15, dtype=torch.int32)
             has_ratios = group["codes"] == codes.RATIOS
-            codes.encode(ratio, root, half, *_coded(state), state_dtype, _eps(group, step), has_ratios)
+            codes.encode(ratio, root, half, *_coded(state), _eps(group, step), has_ratios)
         else:
             state["exp_avg"].copy_(m)
             state["exp_avg_sq"].copy_(v)

@@ -83,19 +83,19 @@ def _update(item: Item, gscale: float | Tensor) -> None:
 
 
 def _update_codes(item: Item, p: Tensor, g: Tensor, gscale: float | Tensor) -> Tensor:
-    c, state = item.constants, item.kind.state
+    c = item.constants
     assert item.exp_avg_scale is not None and item.exp_avg_sq_scale is not None
     stored = (item.exp_avg, item.exp_avg_scale, item.exp_avg_sq, item.exp_avg_sq_scale)
     has_ratios = bool(c.has_ratios)
-    m, v = _moments(item, p, g, gscale, *codes.decode(*stored, state, c.eps_before, has_ratios))
+    m, v = _moments(item, p, g, gscale, *codes.decode(*stored, c.eps_before, has_ratios))
     root = sqrt(v)
     ratio = m / (root + c.eps)
     threshold = codes.thresholds(item.start, p.numel(), item.key_v, p.device)
-    codes.encode(ratio, root, threshold, *stored, state, c.eps, has_ratios)
+    codes.encode(ratio, root, threshold, *stored, c.eps, has_ratios)
     p = p * c.decay - ratio * f32(f32(c.step_size) + f32(c.ahead))
     if not has_ratios:
         return p
-    return p + codes.decode_ratios(item.exp_avg, item.exp_avg_scale, state, f32(c.ahead))
+    return p + codes.decode_ratios(item.exp_avg, item.exp_avg_scale, f32(c.ahead))
 
 
 def _as_torch(item: Item, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

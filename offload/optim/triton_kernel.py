@@ -57,8 +57,6 @@ _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITION = tl.constexpr(codes.POSITION)
 _SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
-_E4M3_BIAS = tl.constexpr(codes.E4M3_BIAS)
-_E4M4_BIAS = tl.constexpr(codes.E4M4_BIAS)
 _STEP = tl.constexpr(codes.STEP)
 _WIDTH_SHIFT = tl.constexpr(codes.WIDTH_SHIFT)
 _WIDEST = tl.constexpr(codes.WIDEST)
@@ -340,7 +338,7 @@ def _update_tile(
         p = _widen(tl.load(p_at, mask, other))
     g = _widen(tl.load(g_at, mask, other))
 
-    CODED: tl.constexpr = STATE == "int8" or STATE == "fp8"
+    CODED: tl.constexpr = STATE == "int8"
     MOMENT: tl.constexpr = tl.uint8 if CODED else (tl.float32 if STATE == "fp32" else tl.uint16)
     m_at = _pointer(tl.load(row + 2), MOMENT, ALIGNED) + first + at
     v_at = _pointer(tl.load(row + 3), MOMENT, ALIGNED) + first + at
@@ -354,8 +352,8 @@ def _update_tile(
         root_code = tl.load(v_at, mask, other).to(tl.int32)
         root = _decode_root(root_code & -grain, tl.load(root_scale_at, row_mask, other), width, grain)
         m_code = tl.load(m_at, mask, other)
-        ratio = _decode_ratio(m_code, STATE) * _unit(first_scale, STATE)[:, None]
-        moment = _decode_moment(m_code, root_code, STATE) * first_scale[:, None]
+        ratio = _decode_ratio(m_code) * _unit(first_scale)[:, None]
+        moment = _decode_moment(m_code, root_code) * first_scale[:, None]
         m = tl.where(has_ratios, ratio * (root + eps_before), moment)
         v = root * root
     else:
@@ -410,12 +408,12 @@ def _update_tile(
         tl.store(first_scale_at, first_scale, row_mask)
         tl.store(root_scale_at, top.to(tl.float32, bitcast=True), row_mask)
         inverse = tl.where(first_scale >= _SMALLEST_SCALE, tl.div_rn(1.0, first_scale), 0.0)
-        m_code = _encode_ratio(stored, inverse, STATE)
-        moment_code = _encode_moment(stored * inverse[:, None], STATE)
+        m_code = _encode_ratio(stored, inverse)
+        moment_code = _encode_moment(stored * inverse[:, None])
         root_code = _encode_root(bits, top, width, position, tl.load(row + 10), grain)
         tl.store(m_at, tl.where(has_ratios, m_code, (moment_code >> 1).to(tl.uint8)), mask)
         tl.store(v_at, tl.where(has_ratios, root_code, root_code | (moment_code & 1)).to(tl.uint8), mask)
-        known = p + _decode_ratio(m_code, STATE) * (_unit(first_scale, STATE) * ahead)[:, None]
+        known = p + _decode_ratio(m_code) * (_unit(first_scale) * ahead)[:, None]
         p = tl.where(has_ratios, known, p)
 
     if PARAM == "fp32":
@@ -475,59 +473,36 @@ def _round_stochastically(x, pair, key, columns):
 
 
 @triton.jit
-def _unit(scale, STATE: tl.constexpr):
+def _unit(scale):
     """What the code 1 of a ratio stands for."""
-    if STATE == "int8":
-        scale = scale * (1 / 127)
-    return scale
+    return scale * (1 / 127)
 
 
 @triton.jit
-def _decode_ratio(code, STATE: tl.constexpr):
+def _decode_ratio(code):
     """Codes as uint8 ``[ROWS, BLOCK]`` to fp32, in units."""
-    if STATE == "int8":
-        return code.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        code = code.to(tl.uint32)
-        magnitude = code & 127
-        bits = tl.where(magnitude == 0, 0, (magnitude + _E4M3_BIAS) << 20) | ((code & 128) << 24)
-        return bits.to(tl.float32, bitcast=True)
+    return code.to(tl.int8, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _encode_ratio(stored, inverse, STATE: tl.constexpr):
-    if STATE == "int8":
-        # The lowest bit of the sum stands for 1, so that adding rounds to an integer, in two's complement.
-        return (stored * (inverse * 127.0)[:, None] + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
-    else:
-        bits = (stored * inverse[:, None]).to(tl.int32, bitcast=True)
-        magnitude = (((bits & 0x7FFFFFFF) + (1 << 19)) >> 20) - _E4M3_BIAS
-        return (tl.maximum(magnitude, 0) | ((bits >> 24) & 128)).to(tl.uint8)
+def _encode_ratio(stored, inverse):
+    # The lowest bit of the sum stands for 1, so that adding rounds to an integer, in two's complement.
+    return (stored * (inverse * 127.0)[:, None] + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
-def _decode_moment(code, root_code, STATE: tl.constexpr):
+def _decode_moment(code, root_code):
     """Shares of the largest, fp32, out of 9 bits of which the lowest is the root's."""
     code = (code.to(tl.uint32) << 1) | (root_code.to(tl.uint32) & 1)
-    if STATE == "int8":
-        share = ((code << 23).to(tl.int32, bitcast=True) >> 23).to(tl.float32) * (1 / 255)
-        return share * tl.abs(share)
-    else:
-        magnitude = code & 255
-        bits = tl.where(magnitude == 0, 0, (magnitude + _E4M4_BIAS) << 19) | ((code & 256) << 23)
-        return bits.to(tl.float32, bitcast=True)
+    share = ((code << 23).to(tl.int32, bitcast=True) >> 23).to(tl.float32) * (1 / 255)
+    return share * tl.abs(share)
 
 
 @triton.jit
-def _encode_moment(share, STATE: tl.constexpr):
+def _encode_moment(share):
     """Of shares, fp32: int32 of which the lower 9 bits count."""
-    if STATE == "int8":
-        root = tl.sqrt_rn(tl.abs(share))
-        return (tl.where(share < 0, -root, root) * 255.0 + 12582912.0).to(tl.int32, bitcast=True)
-    else:
-        bits = share.to(tl.int32, bitcast=True)
-        magnitude = (((bits & 0x7FFFFFFF) + (1 << 18)) >> 19) - _E4M4_BIAS
-        return tl.maximum(magnitude, 0) | ((bits >> 23) & 256)
+    root = tl.sqrt_rn(tl.abs(share))
+    return (tl.where(share < 0, -root, root) * 255.0 + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit

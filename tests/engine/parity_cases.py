@@ -52,7 +52,6 @@ PACKED_BASES: dict[str, tuple[str, dict[str, Any]]] = {
         ("AdamW", "bf16", "stochastic"),
         ("AdamW", "bf16", "split"),
         ("AdamW", "fp32", "split"),
-        ("AdamW", "fp8", "split"),
         ("AdamW", "int8", "none"),
         ("Adam", "int8", "stochastic"),
     ]

@@ -27,7 +27,7 @@ BASES: list[tuple[str, dict[str, Any]]] = [
     ("torch.optim.Rprop", {}),
     ("offload.optim.AdamW", {}),
     ("offload.optim.AdamW", {"state_dtype": "bf16", "master": "none"}),
-    ("offload.optim.AdamW", {"state_dtype": "fp8", "master": "stochastic"}),
+    ("offload.optim.AdamW", {"state_dtype": "int8", "master": "stochastic"}),
     ("torchao.optim.AdamW8bit", {}),
     ("torchao.optim.AdamW4bit", {}),
     ("bitsandbytes.optim.AdamW8bit", {}),

@@ -38,7 +38,7 @@ from tests.engine.sleeping import current, sleep
 
 # The packed AdamW: one kernel's bits, wherever it runs
 
-FORMATS = [("int8", "split"), ("bf16", "stochastic"), ("fp32", "split"), ("fp8", "none")]
+FORMATS = [("int8", "split"), ("bf16", "stochastic"), ("fp32", "split"), ("int8", "none")]
 PACKED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "seed": 3}
 
 

@@ -38,10 +38,10 @@ static int64_t new_array(size_t nbytes, size_t offset, void **allocation)
 static struct tensor new_tensor(int64_t kind, int64_t numel, size_t offset, void *allocations[ARRAYS])
 {
     const size_t n = (size_t)numel, blocks = (n + BLOCK - 1) / BLOCK;
-    const int64_t param = kind / 8, state = kind / 2 % 4;
+    const int64_t param = kind / (2 * STATES), state = kind / 2 % STATES;
     const size_t p_bytes = param == PARAM_FP32 ? 4 : 2, m_bytes = state == STATE_FP32 ? 4 : state == STATE_BF16 ? 2 : 1;
     const size_t r_bytes = param == PARAM_SPLIT ? 2 : param == PARAM_SPLIT24 ? 1 : 0;
-    const int coded = state >= STATE_INT8;
+    const int coded = state == STATE_INT8;
     memset(allocations, 0, ARRAYS * sizeof *allocations);
     return (struct tensor){
         .param = new_array(n * p_bytes, offset, &allocations[0]),
@@ -95,14 +95,14 @@ static void *caller(void *number)
 /* Boundaries of ranges, in one large tensor of each kind of moments. */
 static void update_large(int32_t threads)
 {
-    struct tensor tensors[4];
-    void *allocations[4][ARRAYS];
+    struct tensor tensors[STATES];
+    void *allocations[STATES][ARRAYS];
     const int64_t numel = 2 * SHORTEST_RANGE * BLOCK + 301;
-    for (int state = 0; state < 4; state++)
-        tensors[state] = new_tensor((PARAM_SPLIT * 4 + state) * 2, numel, 1, allocations[state]);
-    if (offload_adamw(tensors, 4, ROWS, 2, threads, 0))
+    for (int state = 0; state < STATES; state++)
+        tensors[state] = new_tensor((PARAM_SPLIT * STATES + state) * 2, numel, 1, allocations[state]);
+    if (offload_adamw(tensors, STATES, ROWS, 2, threads, 0))
         abort();
-    for (int state = 0; state < 4; state++)
+    for (int state = 0; state < STATES; state++)
         for (int j = 0; j < ARRAYS; j++)
             free(allocations[state][j]);
 }
@@ -110,7 +110,7 @@ static void update_large(int32_t threads)
 static void refuse_invalid_rows(void)
 {
     void *allocations[ARRAYS];
-    struct tensor good = new_tensor((PARAM_SPLIT * 4 + STATE_FP8) * 2, 5, 0, allocations), rows[2] = {good, good};
+    struct tensor good = new_tensor((PARAM_SPLIT * STATES + STATE_INT8) * 2, 5, 0, allocations), rows[2] = {good, good};
     int64_t *fields[] = {&rows[1].param,        &rows[1].grad,      &rows[1].exp_avg, &rows[1].exp_avg_sq,
                          &rows[1].exp_avg_scale, &rows[1].remainder, &rows[1].kind,    &rows[1].numel,
                          &rows[1].start,         &rows[1].constants};

@@ -20,7 +20,7 @@ from offload.optim.formats import MASTERS, STATE_DTYPES
 PARAM_BYTES = {"fp32": 3 * 4, "none": 3 * 2, "stochastic": 3 * 2, "split": 3 * 2 + 2 * 2, "split24": 3 * 2 + 2}
 """The parameter and the remainder are read and written, the gradient is read."""
 
-STATE_BYTES = {"fp32": 16.0, "bf16": 8.0, "int8": 4 + 16 / 256, "fp8": 4 + 16 / 256}
+STATE_BYTES = {"fp32": 16.0, "bf16": 8.0, "int8": 4 + 16 / 256}
 
 
 @pytest.fixture(autouse=True)

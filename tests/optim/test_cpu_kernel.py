@@ -43,7 +43,7 @@ def constants(kind: Kind, step: int = 3, w1: float = 0.1, gscale: float = 0.7, e
     fold = 1.0 if kind.state == "fp32" else bc2_sqrt
     l2, decay = (0.01, 1.0) if kind.coupled else (0.0, 1 - 1e-3 * 0.1)
     numbers = (gscale, l2, decay, 1 - w1, w1, 0.999, 0.001, eps * fold, 1e-3 * fold / bc1, bc2_sqrt, 0.9 * eps * fold)
-    return Constants(*numbers, ahead=7e-3 * fold if kind.state in ("int8", "fp8") else 0.0)
+    return Constants(*numbers, ahead=7e-3 * fold if kind.state == "int8" else 0.0)
 
 
 def values(n: int, generator: torch.Generator, decades: float, special_share: float) -> Tensor:
@@ -73,7 +73,7 @@ def make(
         factor: of what is encoded.
         has_ratios: codes of the first moment are ratios.
     """
-    coded = kind.state in ("int8", "fp8")
+    coded = kind.state == "int8"
     spread = decades or (4 if coded else 12)
     g = torch.Generator().manual_seed(seed)
 
@@ -106,7 +106,7 @@ def make(
         ratio, root = draw(2) * factor, draw().abs() * factor
         threshold = codes.thresholds(start, n, seed, ratio.device)
         stored = [state[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
-        codes.encode(ratio, root, threshold, *stored, kind.state, 1e-8, has_ratios)
+        codes.encode(ratio, root, threshold, *stored, 1e-8, has_ratios)
     else:
         state["exp_avg"].copy_(draw())
         state["exp_avg_sq"].copy_(draw(2 * spread).abs())
@@ -245,11 +245,10 @@ def test_each_tensor_has_its_own_constants(state, coupled):
 
 
 @needs_kernel
-@pytest.mark.parametrize("state", ["int8", "fp8"])
 @pytest.mark.parametrize("factor", [0.0, 1e-43, 1e-38, 1e-36])
-def test_scales_whose_inverse_is_out_of_range(state, factor):
+def test_scales_whose_inverse_is_out_of_range(factor):
     """As at the start, where all is zero, and for parameters whose gradients have been zero for long."""
-    items = [make(Kind("split", state, coupled), 1000, factor=factor) for coupled in (False, True)]
+    items = [make(Kind("split", "int8", coupled), 1000, factor=factor) for coupled in (False, True)]
     for item in items:
         item.grad.zero_()
         for stored in (item.exp_avg, item.exp_avg_sq, item.exp_avg_scale, item.exp_avg_sq_scale):
@@ -264,13 +263,12 @@ def test_scales_whose_inverse_is_out_of_range(state, factor):
 
 @needs_kernel
 @pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("state", ["int8", "fp8"])
 @pytest.mark.parametrize("isa", range(3))
-def test_first_moments_that_are_no_ratios(state, coupled, isa):
+def test_first_moments_that_are_no_ratios(coupled, isa):
     """Where beta2 is small; with zeros, large numbers, and a block with a gradient that is not finite."""
     if isa >= len(cpu.instruction_sets()):
         pytest.skip("this CPU and this compiler have no more instruction sets")
-    items = [make(Kind("split", state, coupled), n, seed=n, has_ratios=False) for n in (3, 256, 5000)]
+    items = [make(Kind("split", "int8", coupled), n, seed=n, has_ratios=False) for n in (3, 256, 5000)]
     check(items, steps=3, instruction_set=isa)
     items[2].grad[[300, 600]] = torch.tensor([torch.inf, torch.nan], dtype=torch.bfloat16)
     expected = clone(items)
@@ -283,11 +281,10 @@ def test_first_moments_that_are_no_ratios(state, coupled, isa):
 
 
 @needs_kernel
-@pytest.mark.parametrize("state", ["int8", "fp8"])
 @pytest.mark.parametrize("decades", [1, 12, 30])
-def test_roots_over_any_number_of_decades(state, decades):
+def test_roots_over_any_number_of_decades(decades):
     """Within a block, beyond those that have steps of their own; with zeros, alone and in whole blocks."""
-    item = make(Kind("split", state, False), 20 * BLOCK, decades=decades)
+    item = make(Kind("split", "int8", False), 20 * BLOCK, decades=decades)
     item.grad.copy_(torch.where(torch.rand(item.grad.shape) < 0.1, 0.0, item.grad.float()))
     item.grad[3 * BLOCK : 5 * BLOCK].zero_()
     for stored in (item.exp_avg, item.exp_avg_sq):
@@ -344,7 +341,7 @@ def test_the_nan_of_a_gpu_stays_one(param):
 @needs_kernel
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_caller_that_flushes_subnormals_gets_the_same_bits(threads):
-    kinds = [Kind("fp32", "fp32", False), Kind("nearest", "bf16", False), Kind("split", "fp8", True)]
+    kinds = [Kind("fp32", "fp32", False), Kind("nearest", "bf16", False), Kind("split", "int8", True)]
     items = [make(kind, SHORTEST, decades=60) for kind in kinds]
     for item in items:
         item.grad.zero_()  # what was subnormal remains so

@@ -54,10 +54,10 @@ PUBLISHED = {
 }
 
 BOUNDS = {
-    "spectrum": {"split + bf16": 0.013, "split + int8": 0.07, "split + fp8": 0.09, "stochastic": 0.30},
-    "decades": {"split + bf16": 0.013, "split + int8": 0.2, "split + fp8": 0.2, "stochastic": 0.35},
-    "fall": {"split + bf16": 0.011, "split + int8": 0.05, "split + fp8": 0.08, "stochastic": 0.33},
-    "rise": {"split + bf16": 0.009, "split + int8": 0.04, "split + fp8": 0.07, "stochastic": 0.22},
+    "spectrum": {"split + bf16": 0.013, "split + int8": 0.07, "stochastic": 0.30},
+    "decades": {"split + bf16": 0.013, "split + int8": 0.2, "stochastic": 0.35},
+    "fall": {"split + bf16": 0.011, "split + int8": 0.05, "stochastic": 0.33},
+    "rise": {"split + bf16": 0.009, "split + int8": 0.04, "stochastic": 0.22},
 }
 """Of the error in the change of the weights: twice what is measured."""
 
@@ -65,7 +65,7 @@ BOUNDS = {
 @pytest.mark.parametrize("scenario", BOUNDS)
 def test_errors_against_float64(study: ModuleType, scenario: str) -> None:
     """Below a bound, and no worse than published formats; nowhere is an update many times too large."""
-    ours = [f"{master} + {state}" for master in ("split", "stochastic") for state in ("bf16", "int8", "fp8")]
+    ours = [f"{master} + {state}" for master in ("split", "stochastic") for state in ("bf16", "int8")]
     names = [*ours, *(name for of_group in PUBLISHED.values() for name in of_group)]
     ends = {name: study.summary(curves) for name, curves in study.simulate(study.Job(scenario, STEPS, names)).items()}
     for name in ours:
@@ -159,9 +159,9 @@ def test_second_moments_follow_gradients_that_fall(study: ModuleType) -> None:
     which is less than half of the distance to its neighbour. In 8 bits neither, but for what its whole block loses.
     """
     scenario, steps = study.SCENARIOS["spectrum"], 3000
-    names = "split + bf16", "split + int8", "split + fp8", "torch bf16"
+    names = "split + bf16", "split + int8", "torch bf16"
     runs = {name: study.Run(study.contenders()[name], scenario) for name in names}
-    exact, stalled, ours = study.Float64(scenario), runs["torch bf16"], {name: runs[name] for name in names[:3]}
+    exact, stalled, ours = study.Float64(scenario), runs["torch bf16"], {name: runs[name] for name in names[:2]}
     falls = torch.arange(study.ELEMENTS) % 2 == 0
     for step, gradient in enumerate(study.gradients("spectrum", steps)):
         if step >= steps // 2:

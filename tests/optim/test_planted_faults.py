@@ -60,8 +60,8 @@ FAULTS = {
     "codes of the next block": ("kernels/adamw.c", "&before, &waiting[(i - 1) % 2]", "&before, &waiting[i % 2]"),
     "parameters of the next block": (
         "kernels/adamw.c",
-        "encode_block(param, state, &numbers, &before, &waiting[(i",
-        "encode_block(param, state, &numbers, &b, &waiting[(i",
+        "encode_block(param, &numbers, &before, &waiting[(i",
+        "encode_block(param, &numbers, &b, &waiting[(i",
     ),
     "NaN as a scale": ("kernels/adamw.c", "if (larger(largest_first, top) >= INFINITE)", "if (0)"),
     "infinity as a scale": ("kernels/adamw.c", "bits < INFINITE ? bits : 0", "bits <= INFINITE ? bits : 0"),

@@ -161,7 +161,7 @@ def constants_of(
         bc2_sqrt=(1 - 0.999**3) ** 0.5,
         eps_before=0.8e-8,
         has_ratios=has_ratios,
-        ahead=6e-3 * lr / 1e-3 * has_ratios if kind.state in ("int8", "fp8") else 0.0,
+        ahead=6e-3 * lr / 1e-3 * has_ratios if kind.state == "int8" else 0.0,
     )
 
 
@@ -190,7 +190,7 @@ def item_of(kind: Kind, count: int, seed: int = 0, start: int = 0, **constants: 
         ratio, root = m * 30, v.sqrt()
         m, v = torch.zeros(count, dtype=torch.int8), torch.zeros(count, dtype=torch.uint8)
         m_scale, v_scale = torch.zeros(2, -(-count // BLOCK))
-        how = kind.state, 1e-8, constants.get("has_ratios", 1.0) != 0
+        how = 1e-8, constants.get("has_ratios", 1.0) != 0
         codes.encode(ratio, root, codes.thresholds(start, count, seed, m.device), m, m_scale, v, v_scale, *how)
     keys = (2654435761 * (seed + 1)) % 2**32, (2246822519 * (seed + 7)) % 2**32
     return Item(
@@ -249,16 +249,14 @@ def test_every_kind_gives_the_bits_of_the_reference(place: Native | Interpreter,
     check(place, items)
 
 
-@pytest.mark.parametrize("state", ["int8", "fp8"])
-def test_first_moments_that_are_no_ratios(place: Native | Interpreter, state: str) -> None:
+def test_first_moments_that_are_no_ratios(place: Native | Interpreter) -> None:
     """Where beta2 is small."""
-    check(place, [item_of(Kind("split", state, False), 5 * BLOCK + 3, seed=seed, has_ratios=0.0) for seed in (0, 5)])
+    check(place, [item_of(Kind("split", "int8", False), 5 * BLOCK + 3, seed=seed, has_ratios=0.0) for seed in (0, 5)])
 
 
-@pytest.mark.parametrize("state", ["int8", "fp8"])
-def test_codes_after_many_steps(place: Native | Interpreter, state: str) -> None:
+def test_codes_after_many_steps(place: Native | Interpreter) -> None:
     """Rounded in every way: gradients of one size, of many within a block, and none."""
-    item = item_of(Kind("split", state, False), 40 * BLOCK, seed=3)
+    item = item_of(Kind("split", "int8", False), 40 * BLOCK, seed=3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         gradient = torch.randn(40 * BLOCK, generator=generator) * 0.01
@@ -269,7 +267,7 @@ def test_codes_after_many_steps(place: Native | Interpreter, state: str) -> None
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind("split", "bf16", False), Kind("fp32", "fp32", True), Kind("stochastic", "fp8", True)]
+    "kind", [Kind("split", "bf16", False), Kind("fp32", "fp32", True), Kind("stochastic", "int8", True)]
 )
 def test_scale_of_the_gradients_is_read_on_the_device(place: Native | Interpreter, kind: Kind) -> None:
     scale = torch.tensor(0.3, dtype=torch.float64)
@@ -277,7 +275,7 @@ def test_scale_of_the_gradients_is_read_on_the_device(place: Native | Interprete
     check(place, [item_of(kind, 300)], scale.float().to(place.device))
 
 
-@pytest.mark.parametrize("kind", [Kind("split", "fp8", False), Kind("stochastic", "bf16", False)])
+@pytest.mark.parametrize("kind", [Kind("split", "int8", False), Kind("stochastic", "bf16", False)])
 def test_addresses_need_no_alignment(place: Native | Interpreter, kind: Kind) -> None:
     check(place, [item_of(kind, 2 * TILE + 5), item_of(kind, 9)], offset=1)
 
@@ -335,11 +333,10 @@ def test_what_is_not_finite_shows_in_the_parameter_and_nowhere_else(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("state", ["int8", "fp8"])
 def test_a_gradient_that_is_not_finite_leaves_its_blocks_other_elements_alone(
-    place: Native | Interpreter, state: str, bad: float
+    place: Native | Interpreter, bad: float
 ) -> None:
-    item = item_of(Kind("split", state, False), 3 * BLOCK)
+    item = item_of(Kind("split", "int8", False), 3 * BLOCK)
     item.grad[5] = bad
     got, wanted = copy(item, place.device), copy(item)
     reference.update([wanted])
@@ -382,7 +379,7 @@ def assert_exact(ptx: str) -> None:
 FEW = {
     Kind("fp32", "fp32", True),
     Kind("nearest", "bf16", False),
-    Kind("stochastic", "fp8", True),
+    Kind("stochastic", "int8", True),
     Kind("split", "int8", False),
 }
 

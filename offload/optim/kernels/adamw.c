@@ -168,12 +168,6 @@ INLINE pair_t load_grad(enum param kind, const block_t *b, int j)
 #define SMALLEST_SCALE 0x1p-120f
 #define SMALLEST_SCALE_BITS ((127 - 120) << 23)
 
-/* Of codes as the upper bits of an fp32 number. */
-#define E4M3_BIAS ((127 - 15) << 3)
-
-/* Of codes of 9 bits. */
-#define E4M4_BIAS ((127 - 15) << 4)
-
 /* Of the roots' codes, which are multiples of `grain`: the code of the block's scale; the unit of their steps, and the
    widest step in it. */
 #define LARGEST(grain) (256 - 2 * (grain))
@@ -226,14 +220,14 @@ INLINE uint32_t bottom_of(const numbers_t *n, const block_t *b)
 }
 
 /* What the code 1 of a ratio stands for. */
-INLINE float unit_of(enum state state, const block_t *b)
+INLINE float unit_of(const block_t *b)
 {
-    return state == STATE_INT8 ? *b->m_scale * (float)(1 / 127.0) : *b->m_scale;
+    return *b->m_scale * (float)(1 / 127.0);
 }
 
-INLINE decoding_t decoding_of(enum state state, const numbers_t *n, const block_t *b)
+INLINE decoding_t decoding_of(const numbers_t *n, const block_t *b)
 {
-    return (decoding_t){unit_of(state, b), bottom_of(n, b), step_of(b)};
+    return (decoding_t){unit_of(b), bottom_of(n, b), step_of(b)};
 }
 
 INLINE float inverse(float scale)
@@ -241,25 +235,15 @@ INLINE float inverse(float scale)
     return scale >= SMALLEST_SCALE ? 1.0f / scale : 0.0f;
 }
 
-INLINE encoding_t encoding_of(enum state state, const numbers_t *n, const block_t *b)
+INLINE encoding_t encoding_of(const numbers_t *n, const block_t *b)
 {
     const uint32_t step = step_of(b);
     return (encoding_t){
-        .first = state == STATE_INT8 ? inverse(*b->m_scale) * 127.0f : inverse(*b->m_scale),
+        .first = inverse(*b->m_scale) * 127.0f,
         .step = step ? 1.0f / (float)step * STEP : 0.0f,
-        .ahead = n->c.ahead * unit_of(state, b),
+        .ahead = n->c.ahead * unit_of(b),
         .bottom = bottom_of(n, b),
     };
-}
-
-/* `code`: sign-extended. */
-INLINE float decode_first(enum state state, int32_t code, float scale)
-{
-    if (state == STATE_INT8)
-        return (float)code * scale;
-    const uint32_t magnitude = code & 127;
-    const uint32_t bits = magnitude ? (magnitude + E4M3_BIAS) << 20 : 0;
-    return as_float(bits | ((uint32_t)code & 128) << 24) * scale;
 }
 
 /* The sum's lowest bit stands for 1: it is rounded to an integer. */
@@ -270,17 +254,10 @@ typedef struct {
     float value; /* in units */
 } first_t;
 
-INLINE first_t encode_first(enum state state, float x)
+INLINE first_t encode_first(float x)
 {
-    if (state == STATE_INT8) {
-        const float sum = x + TO_INTEGER;
-        return (first_t){as_bits(sum) & 255, sum - TO_INTEGER};
-    }
-    const uint32_t bits = as_bits(x), rounded = (bits & MAGNITUDE) + (1 << 19);
-    const int32_t magnitude = (int32_t)(rounded >> 20) - E4M3_BIAS;
-    const uint32_t value = magnitude > 0 ? rounded & 0xfff00000 : 0;
-    return (first_t){(uint32_t)(magnitude < 0 ? 0 : magnitude) | (bits >> 24 & 128),
-                     as_float(value | (bits & ~MAGNITUDE))};
+    const float sum = x + TO_INTEGER;
+    return (first_t){as_bits(sum) & 255, sum - TO_INTEGER};
 }
 
 INLINE float decode_root(uint32_t code, const decoding_t *d)
@@ -500,51 +477,42 @@ static void scale_what_is_finite(const numbers_t *n, const block_t *b, waiting_t
 
 /* Where codes are no ratios, first moments have 9 bits, the lowest in the byte of the root. */
 
-INLINE float decode_moment(enum state state, uint32_t code, float scale)
+INLINE float decode_moment(uint32_t code, float scale)
 {
-    if (state == STATE_INT8) {
-        const float x = (float)((int32_t)(code << 23) >> 23) * (float)(1 / 255.0);
-        return x * fabsf(x) * scale;
-    }
-    const uint32_t magnitude = code & 255;
-    return as_float((magnitude ? (magnitude + E4M4_BIAS) << 19 : 0) | (code & 256) << 23) * scale;
+    const float x = (float)((int32_t)(code << 23) >> 23) * (float)(1 / 255.0);
+    return x * fabsf(x) * scale;
 }
 
-INLINE void decode_moments(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
+INLINE void decode_moments(const numbers_t *n, const block_t *b, waiting_t *w)
 {
-    const decoding_t old = decoding_of(state, n, b);
+    const decoding_t old = decoding_of(n, b);
     const float scale = *b->m_scale;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
         w->root_even[j] = decode_root(v & 254, &old);
         w->root_odd[j] = decode_root(v >> 8 & 254, &old);
-        w->first_even[j] = decode_moment(state, (m & 255) << 1 | (v & 1), scale);
-        w->first_odd[j] = decode_moment(state, m >> 8 << 1 | (v >> 8 & 1), scale);
+        w->first_even[j] = decode_moment((m & 255) << 1 | (v & 1), scale);
+        w->first_odd[j] = decode_moment(m >> 8 << 1 | (v >> 8 & 1), scale);
     }
 }
 
 /* `share`: of the largest. */
-INLINE uint32_t encode_moment(enum state state, float share)
+INLINE uint32_t encode_moment(float share)
 {
-    if (state == STATE_INT8)
-        return as_bits(copysignf(sqrtf(fabsf(share)), share) * 255.0f + TO_INTEGER) & 511;
-    const uint32_t bits = as_bits(share);
-    const int32_t magnitude = (int32_t)(((bits & MAGNITUDE) + (1 << 18)) >> 19) - E4M4_BIAS;
-    return (uint32_t)(magnitude < 0 ? 0 : magnitude) | (bits >> 23 & 256);
+    return as_bits(copysignf(sqrtf(fabsf(share)), share) * 255.0f + TO_INTEGER) & 511;
 }
 
-INLINE void encode_moments(enum param param, enum state state, const numbers_t *n, const block_t *b,
-                           const waiting_t *w)
+INLINE void encode_moments(enum param param, const numbers_t *n, const block_t *b, const waiting_t *w)
 {
-    const encoding_t new = encoding_of(state, n, b);
+    const encoding_t new = encoding_of(n, b);
     const float share = inverse(*b->m_scale);
     const uint32_t first = 2 * b->pair * POSITION + b->key_v;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t even = first + WALKED[j], odd = even + POSITION;
-        const uint32_t m_even = encode_moment(state, w->first_even[j] * share);
-        const uint32_t m_odd = encode_moment(state, w->first_odd[j] * share);
+        const uint32_t m_even = encode_moment(w->first_even[j] * share);
+        const uint32_t m_odd = encode_moment(w->first_odd[j] * share);
         const uint32_t v_even = encode_root(w->root_even[j], &new, even >> 16 << 1) & 254;
         const uint32_t v_odd = encode_root(w->root_odd[j], &new, odd >> 16 << 1) & 254;
         ((u16_t *)b->m)[j] = (uint16_t)(m_even >> 1 | m_odd >> 1 << 8);
@@ -553,21 +521,21 @@ INLINE void encode_moments(enum param param, enum state state, const numbers_t *
     }
 }
 
-INLINE void decode_block(enum state state, const numbers_t *n, const block_t *b, waiting_t *w)
+INLINE void decode_block(const numbers_t *n, const block_t *b, waiting_t *w)
 {
     if (n->c.has_ratios == 0) {
-        decode_moments(state, n, b, w);
+        decode_moments(n, b, w);
         return;
     }
-    const decoding_t old = decoding_of(state, n, b);
+    const decoding_t old = decoding_of(n, b);
     const float eps = n->c.eps_before;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t m = ((const u16_t *)b->m)[j], v = ((const u16_t *)b->v)[j];
         w->root_even[j] = decode_root(v & 255, &old);
         w->root_odd[j] = decode_root(v >> 8, &old);
-        w->first_even[j] = decode_first(state, (int32_t)(m << 24) >> 24, old.first) * (w->root_even[j] + eps);
-        w->first_odd[j] = decode_first(state, (int32_t)(m << 16) >> 24, old.first) * (w->root_odd[j] + eps);
+        w->first_even[j] = (float)((int32_t)(m << 24) >> 24) * old.first * (w->root_even[j] + eps);
+        w->first_odd[j] = (float)((int32_t)(m << 16) >> 24) * old.first * (w->root_odd[j] + eps);
     }
 }
 
@@ -584,11 +552,10 @@ static uint32_t moments_of_ratios(float eps, waiting_t *w)
 }
 
 /* All of a block but its codes and, for which they are needed, its parameters. */
-INLINE void update_coded_block(enum param param, enum state state, int coupled, const numbers_t *n, const block_t *b,
-                               waiting_t *w)
+INLINE void update_coded_block(enum param param, int coupled, const numbers_t *n, const block_t *b, waiting_t *w)
 {
     uint32_t largest_first = 0, top = 0, least = UINT32_MAX;
-    decode_block(state, n, b, w);
+    decode_block(n, b, w);
 #pragma omp simd reduction(max : largest_first, top) reduction(min : least)
     for (int j = 0; j < PAIRS; j++) {
         const pair_t p = load_param(param, b, j), g = load_grad(param, b, j);
@@ -612,19 +579,19 @@ INLINE void update_coded_block(enum param param, enum state state, int coupled, 
         store_scales(n, b, largest_first, top, least || !top ? least : least_but_zero(w), w);
 }
 
-INLINE void encode_block(enum param param, enum state state, const numbers_t *n, const block_t *b, const waiting_t *w)
+INLINE void encode_block(enum param param, const numbers_t *n, const block_t *b, const waiting_t *w)
 {
     if (n->c.has_ratios == 0) {
-        encode_moments(param, state, n, b, w);
+        encode_moments(param, n, b, w);
         return;
     }
-    const encoding_t new = encoding_of(state, n, b);
+    const encoding_t new = encoding_of(n, b);
     const uint32_t first_even = 2 * b->pair * POSITION + b->key_v, first_odd = first_even + POSITION;
 #pragma omp simd
     for (int j = 0; j < PAIRS; j++) {
         const uint32_t even = first_even + WALKED[j], odd = first_odd + WALKED[j];
-        const first_t m_even = encode_first(state, w->first_even[j] * new.first);
-        const first_t m_odd = encode_first(state, w->first_odd[j] * new.first);
+        const first_t m_even = encode_first(w->first_even[j] * new.first);
+        const first_t m_odd = encode_first(w->first_odd[j] * new.first);
         ((u16_t *)b->m)[j] = (uint16_t)(m_even.code | m_odd.code << 8);
         ((u16_t *)b->v)[j] = (uint16_t)(encode_root(w->root_even[j], &new, even >> 16) |
                                         encode_root(w->root_odd[j], &new, odd >> 16) << 8);
@@ -666,9 +633,9 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
     waiting_t waiting[2];
     block_t before = b;
     for (int64_t i = 0; i < blocks; i++) {
-        update_coded_block(param, state, coupled, &numbers, &b, &waiting[i % 2]);
+        update_coded_block(param, coupled, &numbers, &b, &waiting[i % 2]);
         if (i > 0)
-            encode_block(param, state, &numbers, &before, &waiting[(i - 1) % 2]);
+            encode_block(param, &numbers, &before, &waiting[(i - 1) % 2]);
         before = b;
         b.p += BLOCK * param_bytes(param);
         b.g += BLOCK * param_bytes(param);
@@ -681,7 +648,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
         b.pair += PAIRS;
     }
     if (blocks > 0)
-        encode_block(param, state, &numbers, &before, &waiting[(blocks - 1) % 2]);
+        encode_block(param, &numbers, &before, &waiting[(blocks - 1) % 2]);
 }
 
 /* One function for each kind. */
@@ -694,7 +661,7 @@ INLINE void update_all(enum param param, enum state state, int coupled, const nu
     {                                                                                                              \
         update_all(PARAM_##param, STATE_##state, 1, n, b, blocks);                                                 \
     }
-#define FOR_STATES(DO, param) DO(param, FP32) DO(param, BF16) DO(param, INT8) DO(param, FP8)
+#define FOR_STATES(DO, param) DO(param, FP32) DO(param, BF16) DO(param, INT8)
 #define FOR_ALL(DO)                                                                                                \
     FOR_STATES(DO, FP32) FOR_STATES(DO, NEAREST) FOR_STATES(DO, STOCHASTIC) FOR_STATES(DO, SPLIT)                  \
     FOR_STATES(DO, SPLIT24)
@@ -730,10 +697,10 @@ void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *
 void JOIN(offload_update_, ISA)(const struct tensor *t, const struct constants *c, int64_t begin, int64_t end)
 {
     const int coupled = t->kind % 2;
-    const enum param param = (enum param)(t->kind / 8);
-    const enum state state = (enum state)(t->kind / 2 % 4);
+    const enum param param = (enum param)(t->kind / (2 * STATES));
+    const enum state state = (enum state)(t->kind / 2 % STATES);
     const int p_bytes = param_bytes(param), m_bytes = state_bytes(state), r_bytes = remainder_bytes(param);
-    const int coded = state == STATE_INT8 || state == STATE_FP8;
+    const int coded = state == STATE_INT8;
     numbers_t n = {*c, c->w1, c->w2, c->step_size + c->ahead};
     if (!coupled) {
         n.w1g = c->w1 * c->gscale;

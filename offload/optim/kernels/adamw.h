@@ -9,17 +9,19 @@
 #include <stdint.h>
 
 /* Number of this interface; cpu.py refuses a library of another. */
-#define OFFLOAD_ABI 4
+#define OFFLOAD_ABI 5
 
 /* Elements that share a scale, and the unit in which tensors are updated. */
 #define BLOCK 256
 
 /* How a parameter, and how its moments are stored: formats.PARAM_KINDS and STATE_DTYPES, in their order. */
 enum param { PARAM_FP32, PARAM_NEAREST, PARAM_STOCHASTIC, PARAM_SPLIT, PARAM_SPLIT24 };
-enum state { STATE_FP32, STATE_BF16, STATE_INT8, STATE_FP8 };
+enum state { STATE_FP32, STATE_BF16, STATE_INT8 };
 
-/* (param * 4 + state) * 2 + coupled */
-#define KINDS 40
+#define STATES 3
+
+/* (param * STATES + state) * 2 + coupled */
+#define KINDS 30
 
 /* One tensor of a call: addresses (of any alignment), and numbers. */
 struct tensor {

@@ -101,7 +101,7 @@ static int is_valid(const struct tensor *t, int64_t rows)
         return 0;
     if (!t->numel)
         return 1;
-    const int coded = t->kind / 2 % 4 >= STATE_INT8, split = t->kind / 8 >= PARAM_SPLIT;
+    const int coded = t->kind / 2 % STATES == STATE_INT8, split = t->kind / (2 * STATES) >= PARAM_SPLIT;
     return t->param && t->grad && t->exp_avg && t->exp_avg_sq && (!split || t->remainder) &&
            (!coded || (t->exp_avg_scale && t->exp_avg_sq_scale));
 }

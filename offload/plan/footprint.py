@@ -132,7 +132,7 @@ class _Account(TorchDispatchMode):
             self._add(tensor, PARAMETERS)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and args[0].shape in self._shapes and args[0].shape == args[1].shape:
+        if func is torch.ops.aten.add.Tensor and self._are_gradients(*args[:2]):
             # Gradients of one parameter. Autograd adds them in place where no mode looks on:
             # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
             return args[0].add_(args[1])
@@ -141,6 +141,9 @@ class _Account(TorchDispatchMode):
             if isinstance(each, Tensor):
                 self._add(each, ACTIVATIONS)
         return out
+
+    def _are_gradients(self, one: Tensor, other: Any) -> bool:
+        return one.shape in self._shapes and isinstance(other, Tensor) and other.shape == one.shape
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()

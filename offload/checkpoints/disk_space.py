@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.forecast import LARGE, SMALL, kind_of
+from offload.engine.forecast import kind_of, probe_shape
 from offload.engine.units import components
 from offload.errors import UserError
 
@@ -52,15 +52,13 @@ def state_bytes(optimizer: torch.optim.Optimizer, build: Callable[[Named], torch
         kind = dim, dtype, is_small, _ = kind_of(param)
         if kind in density:
             continue
-        count = SMALL if is_small else LARGE
-        shape = (count,) if dim < 2 else (1,) * (dim - 2) + (4, count // 4)
-        probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        probe = nn.Parameter(torch.zeros(probe_shape(max(dim, 1), is_small), dtype=dtype))
         probe.grad = torch.zeros_like(probe)
         try:
             with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=[]):
                 alone = build([("probe", probe)])
                 alone.step()
-                density[kind] = _nbytes(alone.state_dict()["state"]) / count
+                density[kind] = _nbytes(alone.state_dict()["state"]) / probe.numel()
         except Exception:
             return None
     return int(sum(param.numel() * density[kind_of(param)] for param in params))

@@ -23,8 +23,8 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="what this machine gives, and what hinders training on it",
         description="Tells versions and what of them does not fit together, the device and its link, memory and its "
-        "limits, and measures the rates that offloading depends on (under a minute). They are kept for `tune` to plan "
-        "with. Exit status 1 where something hinders training.",
+        "limits, and measures the rates that offloading depends on (under a minute), which are kept in the user's "
+        "cache. Exit status 1 where something hinders training.",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--quick", action="store_true", help="measure nothing")
@@ -56,7 +56,7 @@ def _doctor(args: argparse.Namespace) -> int:
         if locking := report["rates"].get("page_locking", {}).get("refused"):
             found.append(f"no more than {report['rates']['page_locking']['locked_gib']:g} GiB of host memory can be "
                          f"page-locked ({locking}): what is beyond stays pageable, and its copies block")  # fmt: skip
-        report["kept in"] = _keep(device, report)
+        report["kept in"] = _keep(device, nvidia, report["rates"])
     if args.json:
         print(json.dumps({**report, "problems": found}, indent=2))
     else:
@@ -64,14 +64,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def machine_of(device: Any, nvidia: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def machine_of(device: Any, nvidia: list[dict[str, str]]) -> dict[str, Any]:
     """What a profile of this machine holds for (:class:`offload.plan.profile.Profile`)."""
-    from offload.cli.installation import cards
     from offload.metrics.environment import environment
 
     facts = environment(str(device))
     known = {key: facts.get(key) for key in ("processor", "cores", "device", "host_memory_gib", "torch")}
-    nvidia = cards() if nvidia is None else nvidia
     return {**known, "driver": nvidia[0]["driver"] if nvidia and device.type == "cuda" else None}
 
 
@@ -177,11 +175,11 @@ def _measure(device: Any, lock_gib: int) -> dict[str, Any]:
     return found
 
 
-def _keep(device: Any, report: dict[str, Any]) -> str | None:
+def _keep(device: Any, nvidia: list[dict[str, str]], rates: dict[str, Any]) -> str | None:
     from offload.plan.profile import Profile, write_profile
 
     try:
-        return str(write_profile(Profile(machine_of(device), report["rates"])))
+        return str(write_profile(Profile(machine_of(device, nvidia), rates)))
     except OSError as error:
         print(f"warning: what was measured cannot be kept: {error}", file=sys.stderr)
         return None

@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.comparison.runs import AXES, Run
-from offload.comparison.table import PHASES, step_times
+from offload.comparison.table import PEAKS, PHASES, step_times
 from offload.metrics.run_summary import summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MEMORY = {
-    "memory/device_peak_allocated_gib": "device, allocated",
-    "memory/host_rss_peak_gib": "host, resident",
-    "memory/host_pinned_gib": "host, page-locked",
-}
+DRAWN = ("device_peak_allocated_gib", "host_rss_peak_gib", "host_pinned_gib")
+MEMORY = {f"memory/{name}": PEAKS[name] for name in DRAWN}
 
 
 def draw_one(run: Run, out: Path, title: str) -> None:

@@ -24,7 +24,7 @@ LONGEST = 40
 Value = float | str | None
 
 PHASES = {"data": "data", "forward_backward": "forward, backward", "optimizer": "optimizer", "rest": "rest"}
-_PEAKS = {
+PEAKS = {
     "device_peak_active_gib": "device, active",
     "device_peak_allocated_gib": "device, allocated",
     "device_peak_reserved_gib": "device, reserved",
@@ -94,7 +94,7 @@ def lines(runs: Sequence[Run]) -> list[Line]:
         Line("beside training", "checkpoints", per_run("seconds_checkpoint"), duration),
         *(
             Line("peak memory (GiB)", words, per_run(key), lambda value: f"{value:.2f}", ratio=True)
-            for key, words in _PEAKS.items()
+            for key, words in PEAKS.items()
         ),
     ]
     if common:

@@ -76,6 +76,18 @@ def kind_of(param: Tensor, block: int = 1) -> Kind:
     return param.dim(), param.dtype, local(param).numel() < THRESHOLD, has_blocks(param, block)
 
 
+def probe_shape(dim: int, is_small: bool) -> tuple[int, ...]:
+    """Of a small parameter with so many dimensions: SMALL or LARGE elements, one where it has no dimension."""
+    count = SMALL if is_small else LARGE
+    return (count,) * dim if dim < 2 else (*(1,) * (dim - 2), 4, count // 4)
+
+
+def stand_in(param: Tensor, device: torch.device | str = "cpu") -> nn.Parameter:
+    """A small parameter of the same kind, zeros: what an optimizer keeps for it tells what it keeps for ``param``."""
+    dim, dtype, is_small, *_ = kind_of(param)
+    return nn.Parameter(torch.zeros(probe_shape(dim, is_small), dtype=dtype, device=device))
+
+
 def forecast(
     base_class: type[torch.optim.Optimizer],
     kwargs: Mapping[str, Any],
@@ -91,9 +103,7 @@ def forecast(
     block = math.lcm(*state_blocks(base_class).values())
     for kind in sorted({kind_of(param, block) for param in params}, key=str):
         dim, dtype, is_small, whole_blocks = kind
-        count = SMALL if is_small else LARGE
-        shape = (*(1,) * (dim - 2), *((4, count // 4) if dim > 1 else (count,) * dim))
-        probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))
+        probe = nn.Parameter(torch.zeros(probe_shape(dim, is_small), dtype=dtype, device="cpu"))
         probe.grad = torch.zeros_like(probe)
         place(probe, 0, 0, has_blocks=whole_blocks)
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.component import resolve
 from offload.config.loading import instantiate
-from offload.engine.forecast import LARGE, SMALL, THRESHOLD, forms_of
+from offload.engine.forecast import forms_of, stand_in
 from offload.engine.placement import Placement
 from offload.engine.units import clean_name
 from offload.errors import UserError
@@ -266,11 +266,9 @@ def _states(section: DictConfig, named: list[tuple[str, nn.Parameter]]) -> list[
     names once. None where it does not run on the CPU."""
     stand_ins = []
     for name, param in named:
-        count = SMALL if param.numel() < THRESHOLD else LARGE
-        shape = (count,) * param.dim() if param.dim() < 2 else (*(1,) * (param.dim() - 2), 4, count // 4)
-        stand_in = nn.Parameter(torch.zeros(shape, dtype=param.dtype))
-        stand_in.grad = torch.zeros_like(stand_in)
-        stand_ins.append((name, stand_in))
+        small = stand_in(param)
+        small.grad = torch.zeros_like(small)
+        stand_ins.append((name, small))
     optimizer = instantiate(section, stand_ins)
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -278,10 +276,10 @@ def _states(section: DictConfig, named: list[tuple[str, nn.Parameter]]) -> list[
     except Exception:
         return None
     found = []
-    for (name, param), (_, stand_in) in zip(named, stand_ins, strict=True):
-        for state, value in optimizer.state[stand_in].items():
+    for (name, param), (_, small) in zip(named, stand_ins, strict=True):
+        for state, value in optimizer.state[small].items():
             if isinstance(value, Tensor) and value.dim():
-                tensors = [each.of(param) for each in forms_of(value, stand_in)]
+                tensors = [each.of(param) for each in forms_of(value, small)]
                 found.append((state, name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
     return found
 

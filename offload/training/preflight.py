@@ -27,7 +27,7 @@ from offload.config.interpolation import is_known, tree_of
 from offload.config.loading import instantiate
 from offload.config.schema import arguments_of, resolve
 from offload.device import is_here
-from offload.engine.forecast import LARGE, SMALL, THRESHOLD
+from offload.engine.forecast import LARGE, stand_in
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.models.source import check_section, empty_model
@@ -223,10 +223,7 @@ def _stand_ins(model: nn.Module | None, device: torch.device, dtype: torch.dtype
     named = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            count = SMALL if param.numel() < THRESHOLD else LARGE
-            shape = (count,) * param.dim() if param.dim() < 2 else (*(1,) * (param.dim() - 2), 4, count // 4)
-            stand_in = nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=device))
-            named.append((clean_name(name), stand_in))
+            named.append((clean_name(name), stand_in(param, device)))
     return named
 
 

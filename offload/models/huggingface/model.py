@@ -95,8 +95,7 @@ class HuggingFaceModel:
         return int(self._model.get_input_embeddings().weight.shape[0])
 
     def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
-        with self._packs.told(inputs):
-            return self._packs.rows(self._head.input_of(self._packs.arguments(inputs)), inputs)
+        return self._packs.call(self._head.input_of, inputs)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -105,8 +104,7 @@ class HuggingFaceModel:
         return list(self._head.module.parameters())
 
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        with self._packs.told(inputs):
-            return self._packs.rows(self._model(**self._packs.arguments(inputs)).logits, inputs)
+        return self._packs.call(lambda arguments: self._model(**arguments).logits, inputs)
 
     def check_packs(self) -> None:
         self._packs.check()

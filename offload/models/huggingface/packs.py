@@ -8,7 +8,7 @@ convolutions have no mask at all. No list says which: a trial does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Packs:
         return arguments
 
     @contextlib.contextmanager
-    def told(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+    def _told(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """A context for forward in which the host does not wait for the device to learn whether there are documents.
 
         transformers looks for them in the positions, and asks the device whether it found any, before each forward.
@@ -91,8 +91,10 @@ class Packs:
         finally:
             masking_utils.find_packed_sequence_indices = asks
 
-    def rows(self, output: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """``output`` [..., dim] of a call with those arguments as [batch, tokens, dim]."""
+    def call(self, forward: Callable[[dict[str, Any]], Tensor], inputs: Mapping[str, Any]) -> Tensor:
+        """What ``forward`` makes of the model's keyword arguments for ``inputs``, as [batch, tokens, dim]."""
+        with self._told(inputs):
+            output = forward(self.arguments(inputs))
         return output.reshape(*inputs["tokens"].shape, output.shape[-1])
 
     @torch.no_grad()
@@ -204,8 +206,7 @@ class Packs:
         ends = torch.cat([starts, starts.new_tensor([positions.numel()])])
         longest = int(ends.diff().max())
         inputs = {"tokens": tokens, "input_pos": positions, "document_ends": ends, "longest_document": longest}
-        with self.told(inputs):
-            return self.rows(self._model(**self.arguments(inputs)).logits, inputs)
+        return self.call(lambda arguments: self._model(**arguments).logits, inputs)
 
     def _masks(self, positions: Tensor) -> Any:
         """What the class would make if it looked at the positions; for kinds of layers a mapping."""

@@ -232,12 +232,14 @@ class _Run:
 
     def ways(self, limits: Limits) -> Iterator[tuple[list[str], Any]]:
         """Overrides with which it fits, fewest changes first; of equal number, those that cost least."""
+        from offload.training.changes import cheaper
+
         start = self.plan(()).budget
         least = sum(item.nbytes for item in start.items if item.name in ("weights", "CUDA context"))
         if limits.device is not None and least > limits.device:
             return
         each: list[tuple[list[str], Any]] = []
-        for changes in _changes(self.settings):
+        for changes in cheaper(self.settings):
             with contextlib.suppress(UserError):
                 each.append((changes, self.plan(changes).budget))
         useful = [(c, b) for c, b in each if b.device < start.device or b.host < start.host]
@@ -282,47 +284,6 @@ class _Run:
                 if budget.fits(limits.device, limits.host):
                     return other, budget
         return None
-
-
-def _changes(settings: Any) -> Iterator[list[str]]:
-    """Overrides that take less memory, those that cost least first."""
-    optimizer = settings.optimizer
-    is_ours = str(optimizer["_component_"]).rpartition(".")[2] == "OffloadOptimizer"
-    if "num_output_chunks" in settings.loss:
-        yield [f"loss.num_output_chunks={4 * int(settings.loss.num_output_chunks)}"]
-    if is_ours:
-        clips = ["clip_grad_norm=null"] if settings.clip_grad_norm is not None else []
-        if not optimizer.get("update_in_backward") and settings.gradient_accumulation_steps == 1:
-            yield ["optimizer.update_in_backward=True", *clips]
-        if optimizer.get("strategy", "host") == "resident":
-            yield ["optimizer.strategy=stream"]
-        for gib in (0.25, 0.125):
-            if float(optimizer.get("in_flight_gib", 1.0)) > gib:
-                yield [f"optimizer.in_flight_gib={gib}"]
-        if not optimizer.get("offload_gradients"):
-            yield ["optimizer.offload_gradients=True"]
-        if optimizer.get("strategy", "host") == "host":
-            yield ["optimizer.strategy=stream"]
-        if optimizer.get("optimizer_class") == "offload.optim.AdamW":
-            if optimizer.get("state_dtype") != "int8":
-                yield ["optimizer.state_dtype=int8"]
-            if settings.dtype == "bf16" and optimizer.get("master") == "split":
-                yield ["optimizer.master=split24"]
-            if settings.dtype == "bf16" and optimizer.get("master") in ("split", "split24"):
-                yield ["optimizer.master=stochastic"]
-    elif str(optimizer["_component_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
-        yield ["optimizer=offload.OffloadOptimizer", "optimizer.optimizer_class=offload.optim.AdamW",
-               "optimizer.strategy=stream"]  # fmt: skip
-    if not settings.enable_activation_checkpointing:
-        yield ["enable_activation_checkpointing=True"]
-    batch = settings.batch_size
-    while batch > 1:
-        batch //= 2
-        yield [f"batch_size={batch}"]
-    length = settings.tokenizer.get("max_seq_len")
-    for share in (2, 4):
-        if length is not None and int(length) // share >= 256:
-            yield [f"tokenizer.max_seq_len={int(length) // share}"]
 
 
 def _limits(device: Any, vram: int | None, ram: int | None, card: str | None) -> Limits:

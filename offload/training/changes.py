@@ -1,0 +1,48 @@
+"""What can be changed of a run so that it takes less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offload.training.settings import TrainSettings
+
+
+def cheaper(settings: TrainSettings) -> Iterator[list[str]]:
+    """Overrides that take less memory, those that cost least first."""
+    optimizer = settings.optimizer
+    is_ours = str(optimizer["_component_"]).rpartition(".")[2] == "OffloadOptimizer"
+    if "num_output_chunks" in settings.loss:
+        yield [f"loss.num_output_chunks={4 * int(settings.loss.num_output_chunks)}"]
+    if is_ours:
+        clips = ["clip_grad_norm=null"] if settings.clip_grad_norm is not None else []
+        if not optimizer.get("update_in_backward") and settings.gradient_accumulation_steps == 1:
+            yield ["optimizer.update_in_backward=True", *clips]
+        if optimizer.get("strategy", "host") == "resident":
+            yield ["optimizer.strategy=stream"]
+        for gib in (0.25, 0.125):
+            if float(optimizer.get("in_flight_gib", 1.0)) > gib:
+                yield [f"optimizer.in_flight_gib={gib}"]
+        if not optimizer.get("offload_gradients"):
+            yield ["optimizer.offload_gradients=True"]
+        if optimizer.get("strategy", "host") == "host":
+            yield ["optimizer.strategy=stream"]
+        if optimizer.get("optimizer_class") == "offload.optim.AdamW":
+            if optimizer.get("state_dtype") != "int8":
+                yield ["optimizer.state_dtype=int8"]
+            if settings.dtype == "bf16" and optimizer.get("master") == "split":
+                yield ["optimizer.master=split24"]
+            if settings.dtype == "bf16" and optimizer.get("master") in ("split", "split24"):
+                yield ["optimizer.master=stochastic"]
+    elif str(optimizer["_component_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
+        yield ["optimizer=offload.OffloadOptimizer", "optimizer.optimizer_class=offload.optim.AdamW",
+               "optimizer.strategy=stream"]  # fmt: skip
+    if not settings.enable_activation_checkpointing:
+        yield ["enable_activation_checkpointing=True"]
+    batch = settings.batch_size
+    while batch > 1:
+        batch //= 2
+        yield [f"batch_size={batch}"]
+    length = settings.tokenizer.get("max_seq_len")
+    for share in (2, 4):
+        if length is not None and int(length) // share >= 256:
+            yield [f"tokenizer.max_seq_len={int(length) // share}"]

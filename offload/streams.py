@@ -54,10 +54,8 @@ class Unbreakable:
 
     def _leave(self) -> None:
         """Sends the descriptor's output to nowhere, which spares other writers to it, and Python's end, the error."""
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream_beneath.fileno())
-            os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream_beneath.fileno())
         if not self._is_gone:
             self._is_gone = True
             if sys.stderr is not self:

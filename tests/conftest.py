@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator, Sequence
 
@@ -53,6 +54,13 @@ def _hear_interrupts() -> None:
     """A background job of a script ignores SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_open_files() -> None:
+    """No more than most machines grant a process: what leaks descriptors fails everywhere, not on some of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
 
 
 @pytest.fixture(autouse=True, scope="session")

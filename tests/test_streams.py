@@ -78,6 +78,16 @@ def test_a_stream_that_was_closed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("no reader any more") == 1
 
 
+def test_a_stream_without_a_descriptor_keeps_none_open() -> None:
+    beneath = io.StringIO()
+    stream = streams.Unbreakable(beneath, "standard output")
+    beneath.close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        print(number, file=stream)  # type: ignore[call-overload]
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_the_streams_come_back() -> None:
     before = sys.stdout, sys.stderr
     with streams.unbreakable():

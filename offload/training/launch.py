@@ -110,12 +110,24 @@ def quieten_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+class _ToStandardError(logging.StreamHandler[Any]):
+    """Writes to what is ``sys.stderr`` when the line comes: a process may run several recipes, each with its own."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
 def _quieten() -> None:
     """Our own log lines only, and no other library's progress bars in files and CI logs."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("offload")
-    logger.addHandler(handler)
+    if not any(isinstance(handler, _ToStandardError) for handler in logger.handlers):
+        handler = _ToStandardError()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     quieten_libraries()
     # Unreadable data is told once, by us.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -58,6 +59,17 @@ def config(tmp_path: Path) -> str:
 def test_settings_may_be_written_with_dashes(config: str, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert run_recipe(Recipe, ["--config", config, *words]) == 0
     assert capsys.readouterr().out == "Settings(seed=2, rate=1e-05)\n"
+
+
+def test_several_runs_in_one_process_log_each_line_once(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Logging(Recipe):
+        def train(self) -> int:
+            logging.getLogger("offload.somewhere").info("at %d", self.settings.seed)
+            return 0
+
+    for seed in (2, 3):
+        assert run_recipe(Logging, ["--config", config, f"seed={seed}"]) == 0
+        assert capsys.readouterr().err == f"at {seed}\n"
 
 
 def test_an_option_that_does_not_exist_is_told_how_to_be_written(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offload.engine.memory import padded, slab_sizes
@@ -104,7 +104,54 @@ def locked_bytes(sizes: Iterable[int], *, in_slabs: bool) -> int:
     return sum(1 << max(size - 1, 0).bit_length() for size in sizes)
 
 
-def on_accelerator(counted: Footprint, optimizer: Optimizer, *, weights: int, base: int, moved: int) -> list[Item]:
+@dataclass(frozen=True)
+class Sharding:
+    """Parameters, gradients and states in equal parts on several ranks, gathered unit by unit (FSDP2).
+
+    Attributes:
+        ranks: number of them.
+        resharding: what was gathered for forward is let go of before backward gathers it again.
+    """
+
+    ranks: int
+    resharding: bool = True
+
+    def part(self, nbytes: int) -> int:
+        """A rank's part of a tensor."""
+        return -(-nbytes // self.ranks)
+
+    def gathered(self, root: int, layers: Sequence[int]) -> list[tuple[str, int]]:
+        """What a rank holds at most beside its part, by name.
+
+        Args:
+            root: bytes of parameters in no layer; they are gathered once a step, for forward and backward.
+            layers: bytes of each layer's parameters.
+        """
+        if self.ranks == 1:
+            return []
+        largest = max(layers, default=0)
+        whole = root + (min(sum(layers), UNITS_GATHERED * largest) if self.resharding else sum(layers))
+        return [("weights, gathered", whole), ("gradients, to be reduced", UNITS_REDUCED * largest)]
+
+
+UNITS_GATHERED = 3
+"""Layers whose weights FSDP2 has whole at once: the one in use, the next one's all-gather, and the buffer that it is
+copied out of."""
+
+UNITS_REDUCED = 2
+"""Layers whose gradients FSDP2 has whole beside those that backward is computing: the input of a reduce-scatter, and of
+the one before, which is still read."""
+
+
+def on_accelerator(
+    counted: Footprint,
+    optimizer: Optimizer,
+    *,
+    weights: int,
+    base: int,
+    moved: int,
+    beside: Iterable[tuple[str, int]] = (),
+) -> list[Item]:
     """The items of a run on an accelerator, but for its disk.
 
     Args:
@@ -113,6 +160,7 @@ def on_accelerator(counted: Footprint, optimizer: Optimizer, *, weights: int, ba
         weights: bytes of parameters and buffers, where 4 bits make them fewer than were counted; else as counted.
         base: bytes of the host that a process takes before its model.
         moved: bytes of activations that are in host memory between forward and backward.
+        beside: names and bytes of what else is on the device at its fullest moment.
     """
     early = counted.before.total >= counted.after.total + optimizer.in_flight
     moment = counted.before if early else counted.after
@@ -123,6 +171,7 @@ def on_accelerator(counted: Footprint, optimizer: Optimizer, *, weights: int, ba
         Item(DEVICE, "states and gradients in flight", in_flight, "optimizer.in_flight_gib"),
         Item(DEVICE, "optimizer states", optimizer.device),
         Item(DEVICE, "activations", max(0, moment.parts.get(ACTIVATIONS, 0) - moved), _when(moment.at)),
+        *(Item(DEVICE, name, nbytes) for name, nbytes in beside),
     ]
     used = sum(item.nbytes for item in items)
     items += [
@@ -138,7 +187,9 @@ def on_accelerator(counted: Footprint, optimizer: Optimizer, *, weights: int, ba
     return [item for item in items if item.nbytes]
 
 
-def on_cpu(counted: Footprint, optimizer: Optimizer, *, weights: int, base: int) -> list[Item]:
+def on_cpu(
+    counted: Footprint, optimizer: Optimizer, *, weights: int, base: int, beside: Iterable[tuple[str, int]] = ()
+) -> list[Item]:
     """The items of a run on the CPU, where all is in pageable memory; arguments as above."""
     moment = counted.before if counted.before.total >= counted.after.total else counted.after
     states = optimizer.device + sum(map(sum, optimizer.locked.values())) + sum(optimizer.pageable.values())
@@ -147,6 +198,7 @@ def on_cpu(counted: Footprint, optimizer: Optimizer, *, weights: int, base: int)
         Item(HOST, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
         Item(HOST, "optimizer states", states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
+        *(Item(HOST, name, nbytes) for name, nbytes in beside),
         Item(HOST, "Python and PyTorch", base),
     ]
     return [item for item in items if item.nbytes]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,27 +44,73 @@ class Moment:
     at: str = ""
 
 
+HEAD, TAIL = -1, -2
+"""Stages of backward beside those of layers: until a layer has a gradient, and when what is before all layers has."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What one micro-batch takes on the device.
 
     Attributes:
         before: the fullest moment until the first gradient is complete; an update in backward has nothing in flight.
-        after: the fullest moment from then on.
+        stages: the fullest moment from then on while the gradient that came last was of a layer, by its index, or of
+            none (HEAD, TAIL).
         kept: bytes of activations when forward is done: what backward needs.
     """
 
     before: Moment
-    after: Moment
+    stages: dict[int, Moment]
     kept: int
+
+    @property
+    def after(self) -> Moment:
+        """The fullest moment once a gradient is complete."""
+        return max(self.stages.values(), key=lambda moment: moment.total, default=Moment())
 
     def peak(self, in_flight: int = 0) -> int:
         """Bytes at the fullest moment, with so many of the optimizer's in flight once there are gradients."""
         return max(self.before.total, self.after.total + in_flight)
 
+    def towards(self, other: Footprint, share: float) -> Footprint:
+        """What lies ``share`` of the way from this to another of the same stages: between them for 0 to 1."""
+
+        def moment(one: Moment, another: Moment) -> Moment:
+            parts = {
+                name: int(one.parts.get(name, 0) + share * (another.parts.get(name, 0) - one.parts.get(name, 0)))
+                for name in {**one.parts, **another.parts}
+            }
+            return Moment(sum(parts.values()), parts, another.at)
+
+        stages = {key: moment(self.stages.get(key, other.stages[key]), other.stages[key]) for key in other.stages}
+        return Footprint(moment(self.before, other.before), stages, int(self.kept + share * (other.kept - self.kept)))
+
+
+def of_more_layers(few: Footprint, more: Footprint, times: float) -> Footprint:
+    """The footprint of a model with more equal layers: ``times`` the difference of two beyond the second.
+
+    From a layer to the one before it, backward frees as much and adds as much as anywhere else: what is alive in the
+    stages of layers between is on a line between those of the last layer and the second, which are extrapolated each by
+    itself, as is all that lies before and behind.
+    """
+
+    def ends(counted: Footprint) -> Footprint:
+        last = max(counted.stages, default=HEAD)
+        found = {key: counted.stages[key] for key in (HEAD, TAIL, 0) if key in counted.stages}
+        if last > 0:
+            found |= {1: counted.stages[min(key for key in counted.stages if key > 0)], 2: counted.stages[last]}
+        return Footprint(counted.before, found, counted.kept)
+
+    return ends(few).towards(ends(more), 1 + times)
+
 
 def footprint(
-    module: nn.Module, step: Callable[[], Tensor], *, keeps_gradients: bool, gradient_dtype: torch.dtype | None = None
+    module: nn.Module,
+    step: Callable[[], Tensor],
+    *,
+    keeps_gradients: bool,
+    gradient_dtype: torch.dtype | None = None,
+    layers: Sequence[nn.Module] = (),
 ) -> Footprint:
     """What forward and backward of one micro-batch take.
 
@@ -74,6 +120,7 @@ def footprint(
         keeps_gradients: gradients stay until all are there (an update at step, or accumulation); otherwise each goes as
             soon as it is complete.
         gradient_dtype: what gradients are kept in where that is not the parameters' dtype.
+        layers: of the module, whose stages of backward are told apart.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -81,7 +128,7 @@ def footprint(
     played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
     with FakeTensorMode(), played:
         _without_memory(module)
-        account = _Account(module)
+        account = _Account(module, layers)
         with account.following(keeps_gradients, gradient_dtype), account:
             loss = step()
             kept = account.now[ACTIVATIONS]
@@ -90,7 +137,7 @@ def footprint(
         del loss
         for param in module.parameters():
             param.grad = None
-    return Footprint(account.before, account.after, kept)
+    return Footprint(account.before, account.stages, kept)
 
 
 def _without_memory(module: nn.Module) -> None:
@@ -116,14 +163,17 @@ class _Account(TorchDispatchMode):
 
     Args:
         module: its tensors are there already.
+        layers: of the module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.now: dict[str, int] = defaultdict(int)
-        self.before = self.after = Moment()
+        self.before = Moment()
+        self.stages: dict[int, Moment] = {}
         self.where: list[str] = []
-        self._has_gradients = False
+        self._layers = {id(param): index for index, layer in enumerate(layers) for param in layer.parameters()}
+        self._stage: int | None = None  # until there is a gradient
         self._module = module
         self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
         self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
@@ -160,12 +210,13 @@ class _Account(TorchDispatchMode):
     def _change(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes
         self._total += nbytes
-        if self._total > (self.after if self._has_gradients else self.before).total:
+        fullest = self.before if self._stage is None else self.stages.setdefault(self._stage, Moment())
+        if self._total > fullest.total:
             moment = Moment(self._total, dict(self.now), self.where[-1] if self.where else "")
-            if self._has_gradients:
-                self.after = moment
-            else:
+            if self._stage is None:
                 self.before = moment
+            else:
+                self.stages[self._stage] = moment
 
     def _becomes_gradient(self, tensor: Tensor) -> None:
         entry = self._storages[tensor.untyped_storage()._cdata]
@@ -181,7 +232,8 @@ class _Account(TorchDispatchMode):
         def take(param: nn.Parameter) -> None:
             gradient = param.grad
             assert gradient is not None
-            self._has_gradients = True
+            rest = TAIL if self._stage is not None and self._stage != HEAD else HEAD
+            self._stage = self._layers.get(id(param), rest)
             if not keeps_gradients:
                 param.grad = None
                 return

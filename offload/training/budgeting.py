@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +21,14 @@ from offload.models.protocol import CausalLM
 from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
-from offload.plan.budget import DISK, Budget, Item, Optimizer, on_accelerator, on_cpu, weights_of
-from offload.plan.footprint import Footprint, Moment, footprint
+from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
 from offload.refusals import ACCUMULATION_DTYPES
-from offload.training.activations import prepare_activations
-from offload.training.loss import SummedLoss
 from offload.training.settings import TrainSettings
+from offload.training.tracing import Tracer, layers_of
 
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales
 (https://arxiv.org/abs/2305.14314)."""
-
-TRACED = (2, 4)
-"""Layers of the models that are traced for one with more: what a step takes is linear in its equal layers, where
-backward keeps no gradients or few. Every shape of a layer, and each kind of mask, is in two of them."""
 
 DEFAULT_LENGTH = 2048
 """Tokens of a sequence where neither the tokenizer nor the model limits them."""
@@ -73,19 +68,27 @@ class Planner:
 
     def __init__(self, base: int, *, adapts: bool) -> None:
         self._base, self._adapts = base, adapts
-        self._traced: dict[Any, Footprint] = {}
+        self._tracer = Tracer()
         self._models: dict[Any, tuple[CausalLM, list[nn.Parameter]]] = {}
         self._states: dict[str, list[tuple[str, str, int]] | None] = {}
 
-    def plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
-        """The memory of a run with these settings.
+    def plan(
+        self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, *, sharding: Sharding | None = None
+    ) -> Plan:
+        """The memory of a run with these settings, on each rank where there are several.
+
+        Args:
+            settings: of the run.
+            device: where it trains.
+            dtype: of the parameters.
+            sharding: over several ranks.
 
         Raises:
             UserError: nothing here tells the model's sizes, or it cannot be trained so.
         """
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            return self._plan(settings, device, dtype)
+            return self._plan(settings, device, dtype, sharding or Sharding(1))
 
     def _model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
         found = describe(settings.model, getattr(settings, "adapter", None), dtype, adapts=self._adapts)
@@ -97,13 +100,13 @@ class Planner:
         return found
 
     def _known_model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
-        """The model with its tensors on the meta device; one to trace has to be made anew."""
+        """The model with its tensors on the meta device."""
         key = repr(settings.model), repr(getattr(settings, "adapter", None)), dtype
         if key not in self._models:
             self._models[key] = self._model(settings, dtype)
         return self._models[key]
 
-    def _plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
+    def _plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding) -> Plan:
         parts, rounded = self._known_model(settings, dtype)
         params = list(parts.module.parameters())
         named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
@@ -112,74 +115,47 @@ class Planner:
         saved = dtype.itemsize * sum(p.numel() for p in rounded) - int(NF4_BYTES * sum(p.numel() for p in rounded))
         on_gpu = device.type != "cpu"
         notes: list[str] = []
-        optimizer, states = self._optimizer(settings, named, on_gpu=on_gpu, notes=notes)
+        optimizer, states = self._optimizer(settings, named, sharding, on_gpu=on_gpu, notes=notes)
         length = settings.tokenizer.get("max_seq_len")
         if length is None:
             length = min(parts.max_seq_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             notes.append(f"tokenizer.max_seq_len is not set: counted with {length} tokens")
-        counted = self._count(settings, dtype, int(length), keeps=optimizer.keeps_gradients)
-        weights = weights_of(counted) - saved
+        is_sharded = sharding.ranks > 1  # then no gradient is whole for long
+        keeps = optimizer.keeps_gradients and not is_sharded
+        counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps)
+        weights = sharding.part(weights_of(counted) - saved)
+        layers = [_nbytes(layer.parameters()) for layer in layers_of(parts.module)]
+        beside = sharding.gathered(_nbytes(params) - sum(layers), layers)
+        if is_sharded and optimizer.keeps_gradients:
+            beside.append(("gradients, this rank's part", sharding.part(_nbytes(param for _, param in named))))
+        if rounded:
+            beside.append(("a weight in 16 bits, to compute with", 2 * largest * dtype.itemsize))
         if on_gpu:
-            kept = 2 / max(3, _num_layers(parts.module))  # a layer's on its way out, another's on its way in
+            kept = 2 / max(3, len(layers_of(parts.module)))  # a layer's on its way out, another's on its way in
             moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0
-            items = on_accelerator(counted, optimizer, weights=weights, base=self._base, moved=moved)
-            if rounded:
-                items.append(Item("GPU", "a weight in 16 bits, to compute with", 2 * largest * dtype.itemsize))
+            items = on_accelerator(counted, optimizer, weights=weights, base=self._base, moved=moved, beside=beside)
         else:
-            items = on_cpu(counted, optimizer, weights=weights, base=self._base)
+            items = on_cpu(counted, optimizer, weights=weights, base=self._base, beside=beside)
         items += _disk(settings, numbers, states, dtype)
         if settings.compile:
             notes.append("compile=True: what compilation fuses away was counted, what it adds was not")
         return Plan(Budget(tuple(items)), *numbers, settings.batch_size, int(length), tuple(notes))
 
-    # ---- forward and backward
-
-    def _count(self, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool) -> Footprint:
-        def trace(layers: int | None) -> Footprint:
-            key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
-                   settings.batch_size, settings.enable_activation_checkpointing, keeps, layers)  # fmt: skip
-            if key not in self._traced:
-                self._traced[key] = self._trace(settings, dtype, length, keeps=keeps, layers=layers)
-            return self._traced[key]
-
-        parts, _ = self._known_model(settings, dtype)
-        layers = _num_layers(parts.module)
-        params = list(parts.module.parameters())
-        few = sum(p.numel() for p in params if p.requires_grad) < 0.05 * sum(p.numel() for p in params)
-        if layers <= 2 * TRACED[1] or (keeps and not few):
-            return trace(None)
-        return extrapolated(trace(TRACED[0]), trace(TRACED[1]), (layers - TRACED[1]) / (TRACED[1] - TRACED[0]))
-
-    def _trace(
-        self, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool, layers: int | None
-    ) -> Footprint:
-        parts, _ = self._model(settings, dtype)
-        if layers is not None:
-            owner, name = _layers(parts.module)
-            setattr(owner, name, getattr(owner, name)[:layers])
-        prepare_activations(
-            parts,
-            checkpointing=settings.enable_activation_checkpointing,
-            offloading=False,
-            device=torch.device("cpu"),
-        )
-        loss = SummedLoss(parts, instantiate(settings.loss))
-        parts.module.train()
-
-        def step() -> Tensor:
-            ids = torch.zeros(settings.batch_size, length, dtype=torch.long)
-            return loss({"tokens": ids}, ids, ids.numel())
-
-        return footprint(parts.module, step, keeps_gradients=keeps)
-
     # ---- optimizer
 
     def _optimizer(
-        self, settings: TrainSettings, named: list[tuple[str, nn.Parameter]], *, on_gpu: bool, notes: list[str]
+        self,
+        settings: TrainSettings,
+        named: list[tuple[str, nn.Parameter]],
+        sharding: Sharding,
+        *,
+        on_gpu: bool,
+        notes: list[str],
     ) -> tuple[Optimizer, int]:
+        """What this rank's keeps, and the bytes of the states of all ranks."""
         section = settings.optimizer
         kind: Any = resolve(section["_component_"], key="optimizer._component_")
-        sizes = [param.numel() * param.element_size() for _, param in named]
+        sizes = [sharding.part(param.numel() * param.element_size()) for _, param in named]
         probed = _probed(section, kind)
         key = repr((settings.model, getattr(settings, "adapter", None), settings.dtype, probed))
         if key not in self._states:
@@ -188,21 +164,23 @@ class Planner:
         if states is None:
             notes.append(f"optimizer: {section['_component_']} does not run on the CPU: its states are not counted")
             states = []
+        whole = sum(nbytes for _, _, nbytes in states)
+        states = [(state, name, sharding.part(nbytes)) for state, name, nbytes in states]
         total = sum(nbytes for _, _, nbytes in states)
         accumulates = settings.gradient_accumulation_steps > 1
         if kind is TorchAOCPUOffloadOptimizer and on_gpu:
             keeps = not section.get("offload_gradients", False)
             locked = {"copies of the weights": sizes, "gradients": sizes}
-            return Optimizer(0, locked, {"optimizer states": total}, 0, keeps, in_slabs=False), total
+            return Optimizer(0, locked, {"optimizer states": total}, 0, keeps, in_slabs=False), whole
         if kind is not OffloadOptimizer:
             is_paged = str(section["_component_"]).rpartition(".")[2].startswith("Paged") and on_gpu
             paged = {"optimizer states, paged by CUDA": total} if is_paged else {}
-            return Optimizer(0 if is_paged else total, {}, paged, 0, True), total
+            return Optimizer(0 if is_paged else total, {}, paged, 0, True), whole
         strategy = section.get("strategy", "host")
         early, offloads = bool(section.get("update_in_backward")), bool(section.get("offload_gradients"))
         keeps = (not early or accumulates) and not offloads
         if not on_gpu or strategy == "resident":
-            return Optimizer(total, {}, {}, 0, keeps or (offloads and not early)), total
+            return Optimizer(total, {}, {}, 0, keeps or (offloads and not early)), whole
         on_device, locked, pageable = 0, {}, 0
         if strategy == "host":
             locked = {"copies of the weights": sizes, "optimizer states": [n for _, _, n in states]}
@@ -215,39 +193,11 @@ class Planner:
         if offloads and (not early or accumulates):
             given = section.get("accumulation_dtype")
             width = None if given is None else ACCUMULATION_DTYPES[given].itemsize
-            locked["gradients"] = [param.numel() * (width or param.element_size()) for _, param in named]
+            locked["gradients"] = [sharding.part(param.numel() * (width or param.element_size())) for _, param in named]
         bound = int(section.get("in_flight_gib", 1.0) * GIB)
         staged = min(int(STAGING_SHARE * bound), sum(locked.get("optimizer states", []))) if strategy == "stream" else 0
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
-        return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), total
-
-
-def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
-    """The footprint of a model with more layers: ``times`` the difference of two beyond the second."""
-
-    def moment(a: Moment, b: Moment) -> Moment:
-        parts = {name: int(b.parts[name] + times * (b.parts[name] - a.parts.get(name, 0))) for name in b.parts}
-        return Moment(sum(parts.values()), parts, b.at)
-
-    kept = int(more.kept + times * (more.kept - few.kept))
-    return Footprint(moment(few.before, more.before), moment(few.after, more.after), kept)
-
-
-def _layers(module: nn.Module) -> tuple[Any, str]:
-    """Where a model's layers are: the list of modules with most parameters."""
-    lists = [
-        (sum(param.numel() for param in child.parameters()), owner, name)
-        for owner in module.modules()
-        for name, child in owner.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-    _, owner, name = max(lists, key=lambda entry: entry[0], default=(0, module, ""))
-    return owner, name
-
-
-def _num_layers(module: nn.Module) -> int:
-    owner, name = _layers(module)
-    return len(getattr(owner, name)) if name else 0
+        return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), whole
 
 
 def _probed(section: DictConfig, kind: Any) -> DictConfig:
@@ -282,6 +232,10 @@ def _states(section: DictConfig, named: list[tuple[str, nn.Parameter]]) -> list[
                 tensors = [each.of(param) for each in forms_of(value, small)]
                 found.append((state, name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
     return found
+
+
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
 
 
 def _disk(settings: TrainSettings, numbers: tuple[int, int], states: int, dtype: torch.dtype) -> list[Item]:

@@ -1,0 +1,133 @@
+"""Forward, loss and backward of a run's micro-batch on tensors without memory, no more often than it takes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.config.loading import instantiate
+from offload.models.protocol import CausalLM
+from offload.plan.footprint import Footprint, footprint, of_more_layers
+from offload.training.activations import prepare_activations
+from offload.training.loss import SummedLoss
+from offload.training.settings import TrainSettings
+
+TRACED = (2, 4)
+"""Layers of the models that are traced for one with more. Every shape of a layer, and each kind of mask, is in two of
+them."""
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A model's layers: the list of modules with most parameters.
+
+    Attributes:
+        owner: the module that has it.
+        name: of the list there; empty for a model without one.
+    """
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        found = getattr(self.owner, self.name) if self.name else nn.ModuleList()
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """A model's layers; empty where it has no list of them."""
+    return _layers(module).modules
+
+
+def _layers(module: nn.Module) -> _Layers:
+    lists = [
+        (sum(param.numel() for param in child.parameters()), owner, name)
+        for owner in module.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    _, owner, name = max(lists, key=lambda entry: entry[0], default=(0, module, ""))
+    return _Layers(owner, name)
+
+
+class Tracer:
+    """Traces a model under several settings; what follows from traces that were made is not traced.
+
+    In one stage of backward every tensor is as large as a multiple of the batch, plus what does not depend on it. The
+    fullest of the stage's moments lies on or below the line between two batches that were traced.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, dict[int, Footprint]] = {}
+
+    @property
+    def traced(self) -> list[int]:
+        """The batches of all traces that were made."""
+        return [batch for found in self._found.values() for batch in found]
+
+    def count(
+        self, model: CausalLM, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool
+    ) -> Footprint:
+        """What one micro-batch takes.
+
+        Args:
+            model: that ``settings`` describe, on the meta device; it stays as it is.
+            settings: of the run.
+            dtype: of the parameters.
+            length: tokens of each sequence.
+            keeps: gradients stay until all are there.
+        """
+        key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
+               settings.enable_activation_checkpointing, keeps)  # fmt: skip
+        found = self._found.setdefault(key, {})
+
+        def traced(batch: int) -> Footprint:
+            if batch not in found:
+                found[batch] = _extrapolated(model, settings, batch, length, keeps=keeps)
+            return found[batch]
+
+        batch = settings.batch_size
+        more = [other for other in found if other > batch]
+        if batch in found or not more:
+            return traced(batch)
+        less, least = max((other for other in found if other < batch), default=1), min(more)
+        return traced(less) if less == batch else traced(less).towards(found[least], (batch - less) / (least - less))
+
+
+def _extrapolated(model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool) -> Footprint:
+    number = len(layers_of(model.module))
+    if number <= 2 * TRACED[1]:
+        return _trace(model, settings, batch, length, keeps=keeps, number=number)
+    few, more = (_trace(model, settings, batch, length, keeps=keeps, number=each) for each in TRACED)
+    return of_more_layers(few, more, (number - TRACED[1]) / (TRACED[1] - TRACED[0]))
+
+
+def _trace(model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, number: int) -> Footprint:
+    """Of a copy of the model with its first ``number`` layers alone."""
+    layers = _layers(model.module)
+    whole = layers.modules
+    if layers.name:
+        setattr(layers.owner, layers.name, whole[:number])
+    try:
+        model = copy.deepcopy(model)
+    finally:
+        if layers.name:
+            setattr(layers.owner, layers.name, whole)
+    prepare_activations(
+        model, checkpointing=settings.enable_activation_checkpointing, offloading=False, device=torch.device("cpu")
+    )
+    loss_fn = instantiate(settings.loss)
+    model.module.train()
+
+    def step() -> Tensor:
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters: tensors without memory are there now
+        return loss({"tokens": ids}, ids, ids.numel())
+
+    return footprint(model.module, step, keeps_gradients=keeps, layers=list(layers_of(model.module)))

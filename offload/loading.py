@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -52,10 +52,7 @@ def check_shapes(
 def _on_host(base: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, the base optimizer takes its parameters to be on the host, so that it leaves loaded states there."""
     params = [group["params"] for group in base.param_groups]
-    stand_ins = [
-        [nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape), requires_grad=False) for p in members]
-        for members in params
-    ]
+    stand_ins = [hollow(members) for members in params]
     set_params(base, stand_ins)
     try:
         yield
@@ -67,6 +64,11 @@ def _on_host(base: torch.optim.Optimizer) -> Iterator[None]:
     }
     states: dict[Any, Any] = {real.get(key, key): state for key, state in base.state.items()}
     base.state = defaultdict(dict, states)
+
+
+def hollow(params: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Parameters of the same shapes and dtypes on the CPU, of one element's memory each."""
+    return [nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape), requires_grad=False) for p in params]
 
 
 def set_params(base: torch.optim.Optimizer, params: list[list[nn.Parameter]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -27,17 +27,19 @@ from offload.engine.forecast import Forecast, Form, forecast, kind_of
 from offload.engine.host import HostCopies, HostPipeline
 from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, padded
+from offload.engine.model import weakly
 from offload.engine.norms import clip_coefficient
 from offload.engine.pipeline import Pipeline
 from offload.engine.placement import Placement
-from offload.engine.runtime import HostRuntime, Runtime, runtime_for
+from offload.engine.runtime import HostRuntime, Runtime, free_pinned, runtime_for
 from offload.engine.shards import LocalParameters, first_element, has_blocks, is_distributed
 from offload.engine.states import States
 from offload.engine.stream import SLOTS, StreamPipeline
-from offload.engine.units import Slice, Unit, build_units, clean_name, components
+from offload.engine.units import Slice, Unit, build_units, components
 from offload.errors import UserError
+from offload.exchange import Group, Members, awaits_sharding
 from offload.groups import as_groups, tensors_of
-from offload.loading import check_shapes, load, set_params
+from offload.loading import check_shapes, hollow, load, set_params
 from offload.mixed import cuttable_groups
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
@@ -134,7 +136,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> None:
         base_class = base_class_of(optimizer_class)
         groups = as_groups(params)
-        check_params(groups)
         self.strategy = strategy
         self.update_in_backward = update_in_backward
         check_choices(
@@ -145,79 +146,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
             in_flight_gib=in_flight_gib,
         )
         placement = Placement(offload_states)
-        self._model_names: dict[Tensor, str] = {}
-        if model is not None:
-            self._model_names = {param: name for name, param in model.named_parameters()}
+        self._model = None if model is None else weakref.ref(model)
         base_class, base_kwargs, groups = choose_base(
             base_class,
             base_kwargs,
             groups,
             param_groups or [],
-            self._model_names,
+            self._names_in_model(),
             strategy=strategy,
             update_in_backward=update_in_backward,
         )
-        check_distributed(base_class, groups, model, takes_early=update_in_backward or offload_gradients)
+        self._base_class, self._base_kwargs = base_class, base_kwargs
         self._is_per_parameter = is_per_parameter(base_class)
         self._block = math.lcm(*state_blocks(base_class).values())
-        self._names: dict[Tensor, str] = {}
-        self._paths: dict[Tensor, str] = {}
-        self._named: set[Tensor] = set()
-        self._name(groups)
-        runtime = self._runtime(groups)
-        is_immediate = runtime.shares_memory
-        self._memory = HostMemory(runtime)
-        self._in_flight_bytes = int(in_flight_gib * GIB)
-        self._in_flight = InFlight(runtime, self._in_flight_bytes)
-        self._parts = LocalParameters()
-        self._copies: HostCopies | None = None
-        if strategy == "host" and not is_immediate:
-            self._copies = HostCopies(self._memory, self._names, self._parts)
-        self._resting = self._parts if self._copies is None else self._copies
-        self._placement = placement if strategy == "stream" and not is_immediate else None
-        self._base_kwargs = base_kwargs
-        self._forecasts: list[Forecast | None] = []
-        if strategy == "stream" and (is_foreseeable(base_class) or offload_states != ".*"):
-            self._foresee(base_class, groups)
-            if offload_states != ".*":
-                check_patterns(placement, self._forecasts, groups, self._paths, self._block)
-
-        self.base_optimizer = base_class(self._resting_groups(groups), **base_kwargs)
-        step = PartialStep(self.base_optimizer)
-        self._folds = step.folds
-        self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
-        self._worker: Pipeline | None = None
-        if not is_immediate:
-            if self._copies is not None:
-                self._worker = HostPipeline(runtime, self._in_flight, step, self._states, self._copies, self._memory)
-            else:
-                on_default = launches_on_default_stream(base_class)
-                self._worker = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
-        this = weakref.ref(self)
-        self._engine = Engine(
-            runtime,
-            Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward),
-            in_flight=self._in_flight,
-            step=step,
-            states=self._states,
-            worker=self._worker,
-            copies=self._copies,
-            names=self._names,
-            groups=lambda: _alive(this).param_groups,
-        )
+        self._schedule = Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward)
         self._gradient_dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
-        if offload_gradients:
-            self._engine.gradients = HostGradients(
-                runtime, self._in_flight, self._memory, self._gradient_dtype, self._engine.settle
-            )
-        weakref.finalize(self, self._engine.close)
+        self._rules, self._has_rules = placement, offload_states != ".*"
+        self._in_flight_bytes = int(in_flight_gib * GIB)
+        self._check(groups)
+        self._members = Members()
+        self._members.add(groups, self._names_in_model())
+        # Nothing is page-locked, and no parameter kept, before those are there that will be trained.
+        is_final = not awaits_sharding(tensors_of(groups))
+        self._build(groups, is_final=is_final)
         super().__init__(groups, self.base_optimizer.defaults)
+        self._watch_groups()
         self._pull_groups()
-        if self._parts:
-            tell_of_fp32(self.param_groups)
-        self._add_units(self.param_groups)
-        if model is not None:
-            self.attach(model)
+        if is_final:
+            self._begin()
+        else:
+            self._members.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -247,6 +205,116 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return own.replace(parameters=merged)
 
     # Construction
+
+    def _build(self, groups: list[dict[str, Any]], *, is_final: bool = True) -> None:
+        """Make everything that works on the parameters of ``groups``.
+
+        ``is_final``: others will not be put in their place before they are trained.
+        """
+        runtime = self._runtime(groups) if is_final else HostRuntime()
+        is_immediate = runtime.shares_memory
+        self._memory = HostMemory(runtime)
+        self._in_flight = InFlight(runtime, self._in_flight_bytes)
+        self._parts = LocalParameters()
+        self._copies: HostCopies | None = None
+        if self.strategy == "host" and not is_immediate:
+            self._copies = HostCopies(self._memory, self._members.labels, self._parts)
+        self._resting = self._parts if self._copies is None else self._copies
+        self._placement = self._rules if self.strategy == "stream" and not is_immediate else None
+        self._forecasts: list[Forecast | None] = []
+        if self.strategy == "stream" and (is_foreseeable(self._base_class) or self._has_rules):
+            self._foresee(self._base_class, groups)
+            if self._has_rules:
+                check_patterns(self._rules, self._forecasts, groups, self._members.paths, self._block)
+
+        resting = (
+            self._resting_groups(groups) if is_final else [dict(g, params=hollow(tensors_of([g]))) for g in groups]
+        )
+        self.base_optimizer = self._base_class(resting, **self._base_kwargs)
+        step = PartialStep(self.base_optimizer)
+        self._folds = step.folds
+        self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
+        self._worker: Pipeline | None = None
+        if not is_immediate:
+            if self._copies is not None:
+                self._worker = HostPipeline(runtime, self._in_flight, step, self._states, self._copies, self._memory)
+            else:
+                on_default = launches_on_default_stream(self._base_class)
+                self._worker = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
+        this = weakref.ref(self)
+        self._engine = Engine(
+            runtime,
+            self._schedule,
+            in_flight=self._in_flight,
+            step=step,
+            states=self._states,
+            worker=self._worker,
+            copies=self._copies,
+            names=self._members.labels,
+            groups=lambda: _alive(this).param_groups,
+        )
+        if self._schedule.offload_gradients:
+            self._engine.gradients = HostGradients(
+                runtime, self._in_flight, self._memory, self._gradient_dtype, self._engine.settle
+            )
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    def _begin(self) -> None:
+        """Take charge of the parameters of all groups."""
+        if self._parts:
+            tell_of_fp32(self.param_groups)
+        self._add_units(self.param_groups)
+        model = self._attached()
+        if model is not None:
+            self.attach(model)
+
+    def _watch_groups(self, first: int = 0) -> None:
+        """Notice when groups from the position ``first`` on are given other parameters."""
+        ready = weakly(self._ready)
+        self.param_groups[first:] = [Group(group, ready) for group in self.param_groups[first:]]
+
+    def _names_in_model(self) -> dict[Tensor, str]:
+        model = self._attached()
+        return {} if model is None else {param: name for name, param in model.named_parameters()}
+
+    def _ready(self, *, begin: bool = True) -> None:
+        """Work on the parameters that the groups have now, where they are others than before, as accelerate gives that
+        shards a model by FSDP2. Names, settings and states stay.
+
+        ``begin``: also where none were taken charge of yet.
+        """
+        known = self._engine.params()
+        if not known and not begin:
+            return
+        if all(param in known for param in tensors_of(self.param_groups)) or not self._members.fit(self.param_groups):
+            return
+        self._check(self.param_groups)
+        self._push_groups()
+        self._engine.settle()
+        resting = tensors_of(self.base_optimizer.param_groups)
+        saved = self._saved([self._resting.device(param) for param in resting]) if known else {}
+        measures = self.measure_grad_norm
+        self._finalizer()
+        # Host memory of what is there goes before more is page-locked.
+        del self.base_optimizer, self._engine, self._worker, self._states, self._copies, self._resting, self._parts
+        del self._memory, self._in_flight
+        free_pinned()
+        self._members.exchange(self.param_groups)
+        self._build([dict(group) for group in self.param_groups])
+        self._begin()
+        self.measure_grad_norm = measures
+        if saved.get("state"):
+            self._load(saved)
+
+    def _check(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse parameters that cannot be updated, or not in this way."""
+        check_params(groups)
+        early = self._schedule.update_in_backward or self._schedule.offload_gradients
+        check_distributed(self._base_class, groups, self._attached(), takes_early=early)
+
+    def _attached(self) -> nn.Module | None:
+        """The model that the caller gave."""
+        return None if self._model is None else self._model()
 
     def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
         if self.strategy == "resident":
@@ -283,19 +351,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 whole_blocks = has_blocks(param, self._block)
                 place(self._resting.of(param), position, first_element(param), has_blocks=whole_blocks)
 
-    def _name(self, groups: list[dict[str, Any]], first: int = 0) -> None:
-        """Give parameters their name in state paths, and what messages call them: a name, else a position."""
-        for group_index, group in enumerate(groups, first):
-            for index, entry in enumerate(group["params"]):
-                param = entry[1] if isinstance(entry, tuple) else entry
-                name = entry[0] if isinstance(entry, tuple) else self._model_names.get(param)
-                if name is not None:
-                    self._named.add(param)
-                    self._paths[param], self._names[param] = clean_name(name), f"parameter {name}"
-                else:
-                    self._paths[param] = f"{group_index}.{index}"
-                    self._names[param] = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
-
     def _foresee(self, base_class: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
         """Find out which states the parameters of more groups will have."""
         for group in groups:
@@ -311,10 +366,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take charge of the parameters of groups from the position ``first`` on, and make their buffers."""
         before = sum(len(group["params"]) for group in self.param_groups[:first])
         in_groups = [(p, i) for i, group in enumerate(groups, first) for p in group["params"]]
-        members = [(p, self._paths[p], group, position) for position, (p, group) in enumerate(in_groups, before)]
+        members = [
+            (p, self._members.paths[p], group, position) for position, (p, group) in enumerate(in_groups, before)
+        ]
         units = build_units(
             members,
-            named=all(p in self._named for p, _ in in_groups),
+            named=self._members.are_named(p for p, _ in in_groups),
             can_cut=cuttable_groups(self.base_optimizer) if self._worker is not None else (),
             block=self._block,
             limit=self._piece_limit(),
@@ -355,6 +412,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def attach(self, model: nn.Module) -> None:
         """Let the forward of ``model`` wait for each unit's update, so that :meth:`step` need not; as ``model=``."""
+        self._model = weakref.ref(model)
         self._engine.attach(model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -367,12 +425,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         (group,) = as_groups([param_group])
         check_params([group])
         check_distributed(type(self.base_optimizer), [group], None, takes_early=False)
-        self._name([group], first)
+        self._ready()
+        self._members.add([group], self._names_in_model())
         if self._forecasts:
             self._foresee(type(self.base_optimizer), [group])
         before = len(tensors_of(self.param_groups))
         self.base_optimizer.add_param_group(self._resting_groups([group], before)[0])
         super().add_param_group(group)
+        self._watch_groups(first)
         self._pull_groups()
         self._add_units(self.param_groups[first:], first)
 
@@ -393,6 +453,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest.
         Of a parameter that several ranks share, it is that of this rank's part."""
         if hasattr(self, "_engine"):
+            self._ready(begin=False)
             self._engine.settle()
             self._states.publish()
         if self._copies is None and not self._parts:
@@ -411,19 +472,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._ready(begin=False)
         self.synchronize()
-        self._states.publish()
         self._push_groups()
-        state_dict = self.base_optimizer.state_dict()
-        if self._placement is not None:
-            ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-            names = {index: self._paths[p] for index, p in zip(ids, tensors_of(self.param_groups), strict=True)}
-            state_dict["state"] = self._states.for_saving(state_dict["state"], names)
-        if self._parts:
-            state_dict = for_saving(state_dict, tensors_of(self.param_groups), path_of(type(self.base_optimizer)))
+        state_dict = self._saved(tensors_of(self.param_groups))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def _saved(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """The base optimizer's state over ``params``, all that it was built over, when no work is queued."""
+        self._states.publish()
+        state_dict = self.base_optimizer.state_dict()
+        if self._placement is not None:
+            ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+            names = {index: self._members.paths[param] for index, param in zip(ids, params, strict=True)}
+            state_dict["state"] = self._states.for_saving(state_dict["state"], names)
+        if self._parts:
+            state_dict = for_saving(state_dict, params, path_of(type(self.base_optimizer)))
         return state_dict
 
     @property
@@ -444,6 +511,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if state_dict["state"]:
+            self._ready()
+        self._load(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if self._parts:
             state_dict = for_loading(state_dict, tensors_of(self.param_groups))
         if not self.owns_loaded_states:
@@ -457,17 +531,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         else:
             self._states.forget()
         self._pull_groups()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _name_of(self, resting: nn.Parameter) -> str:
-        return self._names[self._resting.device(resting)]
+        return self._members.labels[self._resting.device(resting)]
 
     # Gradients
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Marks the backward of every micro-batch but the last: its gradients are not final yet."""
+        self._ready()
         with self._engine.accumulate():
             yield
 
@@ -489,6 +562,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         With ``update_in_backward`` it is that of the gradients of the last backward, for order 2 only.
         """
+        self._ready()
         return self._engine.grad_norm(tensors_of(self.param_groups), norm_type, error_if_nonfinite=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -511,6 +585,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm: update_in_backward=True updates each layer before the norm of all gradients is known, "
                 "so it cannot be limited; set clip_grad_norm=null, or optimizer.update_in_backward=False"
             )
+        self._ready()
         params = tensors_of(self.param_groups)
         norm = self._engine.grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = clip_coefficient(norm, float(max_norm))
@@ -526,6 +601,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) every gradient, on the device and on the host."""
+        self._ready()
         self._engine.zero_grad(tensors_of(self.param_groups), set_to_none)
 
     # Update
@@ -551,6 +627,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"step: {type(self.base_optimizer).__name__} needs a closure that computes the loss anew; call "
                 "step(closure), or use an optimizer that needs none, such as torch.optim.AdamW"
             )
+        self._ready()
         self._check_members()
         hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._folds
         if closure is not None and not hands_closure_on:
@@ -583,8 +660,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if stranger is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(stranger.shape)} was put into the optimizer's groups after it was built, "
-                "as accelerate does when it shards a model by FSDP2; build the OffloadOptimizer over the sharded "
-                "model's parameters, after accelerator.prepare(model), or use add_param_group"
+                "where none of that shape was; build the OffloadOptimizer over the parameters that it is to train "
+                "(those of a model that accelerate prepares: after accelerator.prepare(model)), or use add_param_group"
             )
 
     def _add_missing_copies(self, copies: HostCopies) -> None:
@@ -607,6 +684,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
+        self._ready()
         switch = getattr(self.base_optimizer, mode, None)
         if switch is None:
             return
@@ -625,6 +703,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def sync_from_model(self) -> None:
         """Re-read all parameters into their host copies, after they were loaded or changed elsewhere."""
+        self._ready()
         self._engine.settle()
         if self._copies is not None:
             self._copies.read()
@@ -640,7 +719,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         on_device = report.setdefault("device", {})
         for param, state in list(self.base_optimizer.state.items()):
             for key, value in list(state.items()):
-                path = self._paths.get(self._resting.device(param), "")
+                path = self._members.paths.get(self._resting.device(param), "")
                 if isinstance(value, Tensor) and not self._states.is_counted(key, value, path):
                     # Without a device of its own, strategy resident plays one.
                     is_host = value.device.type == "cpu" and self.strategy != "resident"

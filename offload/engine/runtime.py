@@ -297,3 +297,9 @@ def runtime_for(device: torch.device) -> Runtime:
     if device.type == "cpu":
         return HostRuntime()
     return AcceleratorRuntime(device)
+
+
+def free_pinned() -> None:
+    """Give page-locked memory that nothing uses any more back to the system; torch would keep it for later."""
+    if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()

@@ -528,6 +528,19 @@ def _change_lr(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
         group["lr"].mul_(0.7)
 
 
+def _exchange(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
+    """The same values in other parameters, as somebody puts them into the groups who wraps the model."""
+    others = {param: nn.Parameter(param.detach()) for param in model.parameters()}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, others[param])
+    if not isinstance(optimizer, OffloadOptimizer):
+        for param in list(optimizer.state):
+            optimizer.state[others[param]] = optimizer.state.pop(param)
+    for group in optimizer.param_groups:
+        group["params"] = [others[param] for param in group["params"]]
+
+
 def _wait_for_all(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
     getattr(optimizer, "synchronize", lambda: None)()
     seen += [p.detach().clone() for p in model.parameters()]
@@ -551,6 +564,7 @@ AFTER_STEP: dict[str, Callable[[Any, Model, list[Tensor]], None]] = {
     "change lr": _change_lr,
     "change lr on the device": _change_lr,
     "wait": _wait_for_all,
+    "exchange": _exchange,
 }
 
 BASIC = [
@@ -663,6 +677,7 @@ LIKELY = {
     "TakenGradient(": "zeroing",
     "HostGradients(": "zeroing",
     "add_param_group": "grow",
+    "OffloadOptimizer._ready": "exchange",
     "state_dict": "read state",
     "load_state_dict": "load",
     "sync_from_model": "sync",

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.engine.runtime import Direction, Event, Thread
 from offload.simulation.ledger import STREAMS, Ledger, Memory, RaceError
 from offload.simulation.memory import CachingAllocator
+from offload.simulation.sharing import Sharing
 from offload.simulation.streams import LAUNCH_QUEUE, Point, Rates, Stream, Streams
 from offload.simulation.threads import Block, DeadlockError, Order, Signal, SimulatedThread, Threads
 from offload.simulation.timeline import Span, draw, write_chrome_trace
@@ -95,6 +96,8 @@ class SimulatedAccelerator:
         launch_queue: launches that a stream holds and that have not begun, where launches take time
             (:attr:`Rates.launch`); a thread waits before it adds another.
         streams: names of further streams, which a library has made (see :meth:`on`).
+        sharing: what copies (kinds ``up`` and ``down``), work on started threads (``host``) and :meth:`transfer` use
+            together; None where each has its own.
 
     Attributes:
         memory: the device's memory: what is allocated, what was at most, and :meth:`~CachingAllocator.reset_peak`.
@@ -121,6 +124,7 @@ class SimulatedAccelerator:
         memory: int | None = None,
         launch_queue: int = LAUNCH_QUEUE,
         streams: Sequence[str] = (),
+        sharing: Sharing | None = None,
     ) -> None:
         self.rates = rates or Rates()
         self.scale = scale
@@ -128,7 +132,7 @@ class SimulatedAccelerator:
         self.pins: list[Pin] = []
         self.copied_bytes: dict[str, int] = {"down": 0, "up": 0}
         self._threads = Threads(order, lambda thread: _Watch(self, thread))
-        self._streams = Streams((*STREAMS, *streams), self._threads, self.rates, launch_queue)
+        self._streams = Streams((*STREAMS, *streams), self._threads, self.rates, launch_queue, sharing)
         self.trace: list[Span] = self._streams.trace
         self.host_waits: list[tuple[str, str]] = self._streams.host_waits
         self._ledger = Ledger(self._made, self._freed)
@@ -192,7 +196,7 @@ class SimulatedAccelerator:
                     self._add(plain, writes, stream, f"copy {name!r}", place)
         self.copied_bytes[direction] += src.nbytes
         seconds = src.nbytes * self.scale / (self.rates.up if direction == "up" else self.rates.down)
-        self._streams.work(stream, thread, seconds, name)
+        self._streams.work(stream, thread, seconds, name, kind=direction)
 
         def run() -> None:
             with _silence(self._threads.current()), torch.no_grad():
@@ -283,6 +287,44 @@ class SimulatedAccelerator:
         stream = self._streams["compute"]
         stream.open_span = None
         self._streams.work(stream, thread, seconds, name, launches=launches)
+
+    def transfer(
+        self, seconds: float, name: str, kind: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Work of a library on the current stream, such as a collective.
+
+        Args:
+            seconds: at full speed.
+            name: what traces call it.
+            kind: of what is shared.
+            reads: tensors that it reads.
+            writes: and those that it writes.
+        """
+        thread = self._threads.point()
+        stream = self._stream_of(thread)
+        stream.open_span = None
+        stream.clock.join(thread.clock)
+        stream.clock.tick(stream.name)
+        place = place_of_caller()
+        with self._ledger.working(), self._refusing([*reads, *writes], stream):
+            for tensors, are_written in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    self._add(tensor, are_written, stream, name, place)
+        self._streams.work(stream, thread, seconds, name, kind=kind)
+
+    def resize(self, tensor: Tensor, nbytes: int) -> None:
+        """Give a tensor's storage other memory, for the current stream, or none, as a library does that keeps the
+        storage."""
+        thread = self._threads.point()
+        if tensor.untyped_storage().nbytes() == nbytes:
+            return
+        with _silence(thread):
+            self._ledger.forget(tensor)
+            tensor.untyped_storage().resize_(nbytes)
+        purpose = self._purpose(thread, "resize")
+        if nbytes:
+            self._ledger.memory(tensor, stream=self._stream_of(thread).name, purpose=purpose)
+        self._threads.fail(thread)
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -406,7 +448,7 @@ class SimulatedAccelerator:
                 self._streams.drain(thread, agent)
         elif thread is not self._threads.main:
             name, key = (operation, thread) if thread.working is None else (thread.working.name, thread.working)
-            self._streams.charge(thread, thread, nbytes / self.rates.host, name, key)
+            self._streams.charge(thread, thread, nbytes / self.rates.host, name, key, "host")
 
     def _is_host_work(self, thread: SimulatedThread, inputs: Sequence[Tensor]) -> bool:
         """Whether a thread does an operation itself. As on a device, a 0-dim host tensor may join device tensors."""

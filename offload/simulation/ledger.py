@@ -204,6 +204,14 @@ class Ledger:
 
     # ---- what is freed
 
+    def forget(self, tensor: Tensor) -> None:
+        """A tensor's memory is about to be freed, and its storage kept."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        memory = self._memories.get(address)
+        if memory is not None and memory.is_of(storage, address):
+            self._forget(address, memory)
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Inside, nobody is told of freed memory; afterwards of all that was freed meanwhile.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from offload.simulation.sharing import Sharing
 from offload.simulation.threads import Block, SimulatedThread, Threads
 from offload.simulation.timeline import Span
 from offload.simulation.touched import place_of_caller
@@ -99,17 +100,26 @@ class Streams:
         threads: who queues work and waits for it.
         rates: what work costs.
         launch_queue: launches that a stream holds and that have not begun; a thread waits before it adds another.
+        sharing: what kinds of work use together; None where nothing is shared.
 
     Attributes:
         trace: who was busy when.
         host_waits: (thread, place in the source) of every call that made a thread wait for the device.
     """
 
-    def __init__(self, names: Sequence[str], threads: Threads, rates: Rates, launch_queue: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        threads: Threads,
+        rates: Rates,
+        launch_queue: int,
+        sharing: Sharing | None = None,
+    ) -> None:
         self._all = {name: Stream(name) for name in names}
         self._threads = threads
         self._rates = rates
         self._launch_queue = launch_queue
+        self._sharing = sharing
         self.trace: list[Span] = []
         self.host_waits: list[tuple[str, str]] = []
 
@@ -208,14 +218,21 @@ class Streams:
     # ---- time
 
     def work(
-        self, stream: Stream, thread: SimulatedThread, seconds: float, name: str, key: object = None, launches: int = 1
+        self,
+        stream: Stream,
+        thread: SimulatedThread,
+        seconds: float,
+        name: str,
+        key: object = None,
+        launches: int = 1,
+        kind: str = "",
     ) -> None:
         """Keep a stream busy with work that a thread queues as so many equal operations.
 
-        The thread waits while the stream holds all the launches that it can.
+        The thread waits while the stream holds all the launches that it can. ``kind``: of what is shared.
         """
         if not self._rates.launch:
-            self.charge(stream, thread, seconds, name, key)
+            self.charge(stream, thread, seconds, name, key, kind)
             return
         key = key or Block(name)
         for _ in range(launches):
@@ -226,12 +243,15 @@ class Streams:
             if len(begins) >= self._launch_queue:
                 thread.now = begins.popleft()
             begins.append(max(stream.now, thread.now))
-            self.charge(stream, thread, seconds / launches, name, key)
+            self.charge(stream, thread, seconds / launches, name, key, kind)
 
-    def charge(self, agent: Agent, thread: SimulatedThread, seconds: float, name: str, key: object = None) -> None:
-        """Keep an agent busy. Work with the same ``key`` and no pause in between becomes one span."""
+    def charge(
+        self, agent: Agent, thread: SimulatedThread, seconds: float, name: str, key: object = None, kind: str = ""
+    ) -> None:
+        """Keep an agent busy, for longer than ``seconds`` where others use what it needs. Work with the same ``key``
+        and no pause in between becomes one span."""
         start = max(agent.now, thread.now)
-        agent.now = start + seconds
+        agent.now = start + seconds if self._sharing is None else self._sharing.run(kind, start, seconds)
         if key is None:
             self.trace.append(Span(agent.name, name, start, agent.now))
         elif seconds:

@@ -79,6 +79,22 @@ def for_loading(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[st
     return {**state_dict, "state": states}
 
 
+def divided(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """A state of whole tensors, as ``torch.optim.AdamW`` keeps them, with DTensors for distributed parameters: what a
+    torch optimizer over those has to load.
+
+    Raises:
+        ValueError: for a state of another parameter's shape.
+    """
+    states = dict(state_dict["state"])
+    for index, param in _distributed(state_dict, params):
+        states[index] = {
+            key: whole_state(local_state(value, param).to(local(param).device), param) if _is_sharded(value) else value
+            for key, value in states[index].items()
+        }
+    return {**state_dict, "state": states}
+
+
 def _whole(key: str, part: Tensor, param: Tensor) -> Tensor:
     shaping = partial(shared_shape, key, part.dtype)
     return whole_state(as_shared(key, part, local(param).shape), param, shaping)

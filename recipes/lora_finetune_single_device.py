@@ -87,10 +87,7 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
         assert reporter is not None
         timer = reporter.timer
         accumulation = settings.gradient_accumulation_steps
-        reporter.start()
-        if self.profiler is not None:
-            self.profiler.start()
-            self.is_profiling = True
+        self.start()
         with Interrupt() as interrupt, self.saving_on_failure():
             interrupted = stops = False
             while self.epoch < settings.epochs and not stops:
@@ -99,50 +96,21 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
                     with timer("data"):
                         micro_batches = [next(batches).to(self.device) for _ in range(accumulation)]
                     self.begin_step()
-                    should_evaluate = self.is_due(settings.evaluation.every_n_steps if settings.evaluation else None)
-                    should_log = self.is_due(settings.log_every_n_steps) or should_evaluate
-
                     with timer("forward_backward"):
                         loss = forward_backward(
-                            self.loss, micro_batches, self.optimizer, self.activations, measures_norm=should_log
+                            self.loss, micro_batches, self.optimizer, self.activations, measures_norm=self.is_logged
                         )
                     self.begin_update()
                     reporter.count(micro_batches, loss, lr=self.optimizer.param_groups[0]["lr"])
                     with timer("optimizer"):
                         grad_norm = clip_gradients(
-                            self.optimizer, self.params, settings.clip_grad_norm, measure=should_log
+                            self.optimizer, self.params, settings.clip_grad_norm, measure=self.is_logged
                         )
                         self.optimizer.step()
                         self.optimizer.zero_grad(set_to_none=True)
                         step_scheduler(self.lr_scheduler, loss)
-                    self.end_step()
-
-                    interrupted = interrupt.signum is not None
-                    is_last = self.global_step == self.total_steps
-                    should_save = (
-                        is_last
-                        or interrupted
-                        or self.is_due(settings.save_every_n_steps)
-                        or (settings.save_every_n_steps is None and self.step_in_epoch == self.steps_per_epoch)
-                    )
-                    # On an accelerator nothing here waits for the step: its values are read when the next is queued.
-                    if should_log or should_save:
-                        values = {"grad_norm": grad_norm}
-                        if should_evaluate or (is_last and self.held_out is not None):
-                            reporter.flush()  # evaluating waits for the device anyway
-                            with timer("evaluation"):
-                                values["evaluation/loss"] = self.evaluate()
-                            should_save |= self.judge(values["evaluation/loss"])
-                        reporter.log(self.global_step, values)
-                    else:
-                        reporter.advance(self.global_step)
-                    if should_save:
-                        reporter.flush()  # stops the run if a loss until here is not finite
-                        with timer("checkpoint"):
-                            self.save()
-                    if self.profiler is not None:
-                        self.profiler.step()
-                    stops = interrupted or self.best.is_exhausted
+                    interrupted = interrupt.came()
+                    stops = self.end_step(grad_norm, interrupted=interrupted)
                 if not stops:
                     self.epoch, self.step_in_epoch = self.epoch + 1, 0
             return interrupt.exit_code if interrupted else 0

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from offload import tiny, torchao_shim
 from offload.cli import registry
+from offload.cli.main import split_run
 from offload.component import resolve, signature_of
 from offload.config.loading import check_config, instantiate, load_and_check, load_config
 
@@ -37,7 +38,7 @@ qwen3_14b_lora llama3_1_8b_lora llama3_2_1b_lora llama3_2_3b_lora gemma3_1b_offl
 gemma3_12b_offload gemma3_12b_lora mistral_small_24b_offload mistral_small_24b_lora phi4_offload phi4_lora
 smollm3_3b_offload smollm3_3b_lora olmo3_7b_offload olmo3_7b_lora gpt_oss_20b_lora
 qwen3_8b_qlora qwen3_14b_qlora llama3_1_8b_qlora gemma3_12b_qlora phi4_qlora mistral_small_24b_qlora
-tiny_llama_offload tiny_llama_lora tiny_llama_generate
+tiny_llama_offload tiny_llama_lora tiny_llama_generate tiny_llama_offload_distributed
 """
 PROMISED = PROMISED_NAMES.split()
 
@@ -121,7 +122,7 @@ def test_all_promised_configs_are_there_and_the_glob_is_recursive(tmp_path: Path
 @every_config
 def test_flat_and_named_model_method(path: Path) -> None:
     assert path.parent == ROOT / "configs"
-    model, _, method = path.stem.rpartition("_")
+    model, _, method = path.stem.removesuffix(registry.DISTRIBUTED).rpartition("_")
     assert method in METHODS
     assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", model)
     assert _recipe_name(path) in registry.our_recipes()
@@ -211,7 +212,7 @@ def test_model_on_the_meta_device(path: Path) -> None:
     adapters = {name for name, _ in model.named_parameters() if ".lora_" in name or name.endswith(".magnitude")}
     assert bool(adapters) == path.stem.endswith("lora")
     count = sum(p.numel() for name, p in model.named_parameters() if name not in adapters)
-    name = path.stem.rpartition("_")[0]
+    name = path.stem.removesuffix(registry.DISTRIBUTED).rpartition("_")[0]
     if name == "tiny_llama":
         assert count == sum(tiny._numel(shape) for _, shape in tiny._weight_shapes())
     else:
@@ -224,7 +225,7 @@ def test_model_on_the_meta_device(path: Path) -> None:
 def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     """Weights take 2 bytes per parameter, packed states 4.03; torch.optim.AdamW 8 with weights and gradients."""
     header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
-    name, _, method = path.stem.rpartition("_")
+    name, _, method = path.stem.removesuffix(registry.DISTRIBUTED).rpartition("_")
     if name == "tiny_llama":
         pytest.skip("too small for its memory to be worth a line")
     gib = PUBLISHED[name] * 1e6 / 2**30
@@ -235,7 +236,7 @@ def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     assert len(numbers) >= len(expected.get(method, [0]))
 
 
-@pytest.mark.parametrize("name", ["tiny_llama_offload", "tiny_llama_lora", "tiny_llama_generate"])
+@pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem.startswith("tiny_llama_")])
 def test_tiny_models_have_the_shape_of_the_prepared_checkpoint(name: str) -> None:
     model = OmegaConf.load(ROOT / "configs" / f"{name}.yaml").model
     assert {key: model[key] for key in tiny.MODEL} == tiny.MODEL
@@ -269,16 +270,16 @@ def _checkable(overrides: list[str]) -> list[str]:
 @every_config
 def test_header_commands(path: Path) -> None:
     commands = _commands(path)
-    runs = [command for command in commands if command[1] == "run"]
-    own = [command for command in runs if command[2] == _recipe_name(path)]
-    assert {command[4] for command in own} == {path.stem}
-    plain = ["--config", path.stem, *_given(path)]
-    assert any(command[3:] == plain for command in own) or path.stem.endswith("_generate")
-    assert any(len(command) > 5 for command in own)  # one with overrides
-    for _, _, recipe, option, config, *overrides in runs:
-        assert option == "--config"
-        assert _recipe_name(registry.find_config(config).path) == recipe
-        load_and_check(registry.find_config(config).path, _checkable(overrides), _recipe(recipe).Settings, [])
+    runs = [split_run(command[2:]) for command in commands if command[1] == "run"]
+    own = [run for run in runs if run.recipe == _recipe_name(path)]
+    assert {run.config for run in own} == {path.stem}
+    assert any(run.rest == _given(path) for run in own) or path.stem.endswith("_generate")
+    assert any(run.rest for run in own)  # one with overrides
+    for run in runs:
+        assert bool(run.torchrun) == run.recipe.endswith(registry.DISTRIBUTED)
+        assert _recipe_name(registry.find_config(run.config).path) == run.recipe
+        settings = _recipe(run.recipe).Settings
+        load_and_check(registry.find_config(run.config).path, _checkable(run.rest), settings, [])
 
 
 @every_config

@@ -30,6 +30,7 @@ LEVELS = {
     "plan": 3,
     "optimizer": 2,
     "simulation": 2,
+    "distributed": 1,
     "engine": 1,
     "optim": 1,
     "leaf": 0,

@@ -269,14 +269,14 @@ def _validate(args: argparse.Namespace) -> int:
     return validate.validate(args.config, args.overrides, recipe=args.recipe)
 
 
-class _RunArguments(NamedTuple):
+class RunArguments(NamedTuple):
     torchrun: list[str]
     recipe: str
     config: str
     rest: list[str]
 
 
-def _split_run(arguments: list[str]) -> _RunArguments:
+def split_run(arguments: list[str]) -> RunArguments:
     """Takes a ``tune run`` line apart."""
     words = list(arguments)
     config = None
@@ -299,7 +299,7 @@ def _split_run(arguments: list[str]) -> _RunArguments:
         raise UserError(
             f"which config? For example: tune run {words[at]} --config NAME; `tune ls` lists the configs of each recipe"
         )
-    return _RunArguments(words[:at], words[at], config, words[at + 1 :])
+    return RunArguments(words[:at], words[at], config, words[at + 1 :])
 
 
 def _recipe_position(words: list[str]) -> int | None:
@@ -337,7 +337,7 @@ def _run(arguments: list[str]) -> int:
         print(recipe_help.text(recipe))
         return 0
     is_dry = "--dry-run" in arguments
-    run = _split_run([word for word in arguments if word != "--dry-run"])
+    run = split_run([word for word in arguments if word != "--dry-run"])
     config = registry.find_config(run.config)
     recipe = registry.find_recipe(run.recipe, config=config)
     if is_dry:
@@ -348,13 +348,16 @@ def _run(arguments: list[str]) -> int:
             raise UserError(_single_device(recipe.name, run.torchrun))
         return torchtune(["run", *run.torchrun, recipe.name, "--config", str(config.path), *run.rest])
     if run.torchrun:
-        if recipe.path.parent == registry.recipes_dir():
+        if recipe.path.parent == registry.recipes_dir() and not recipe.distributed:
             raise UserError(_single_device(recipe.name, run.torchrun))
-        return torchtune(["run", *run.torchrun, _importable(recipe.path), "--config", str(config.path), *run.rest])
+        from offload.cli import torchrun
+
+        _settle_openmp()
+        return torchrun.launch(run.torchrun, recipe, config.path, run.rest)
     return _execute(recipe.path, ["--config", str(config.path), *run.rest])
 
 
-def _plan(run: _RunArguments) -> int:
+def _plan(run: RunArguments) -> int:
     """What `tune run … --dry-run` does in place of running."""
     from offload.cli import plan
     from offload.training.launch import as_override
@@ -364,28 +367,20 @@ def _plan(run: _RunArguments) -> int:
 
 
 def _single_device(recipe: str, options: list[str]) -> str:
-    return f"{recipe} runs on one device: leave out {' '.join(options)}, or choose a *_distributed recipe"
+    from offload.component import nearest
 
-
-def _importable(recipe: Path) -> str:
-    """A recipe file as torchtune's command takes it under torchrun: a path below the current folder."""
-    try:
-        return str(recipe.relative_to(Path.cwd()))
-    except ValueError:
-        raise UserError(
-            f"with torchrun options the recipe file must lie below the current folder, and {recipe} does not"
-        ) from None
+    known = {*registry.our_recipes(), *registry.torchtune_recipes()}
+    sister = recipe.replace(registry.SINGLE_DEVICE, registry.DISTRIBUTED)
+    near = sister if sister in known else nearest(sister, [name for name in known if name.endswith("_distributed")])
+    other = f"use {near}" if near and sister != recipe else "choose a *_distributed recipe"
+    return f"{recipe} runs on one device: leave out {' '.join(options)}, or {other}"
 
 
 def _execute(recipe: Path, arguments: list[str]) -> int:
     """Runs a recipe file as the main program, in this process."""
     import runpy
 
-    # Threads that wait for each other spin for some ten microseconds, then sleep. GNU's OpenMP spins for milliseconds,
-    # and on shared cores that takes the core which the awaited thread needs; sleeping at once costs small models speed
-    # on an idle machine (scripts/results/omp_waiting.json). OpenMP reads this when torch loads it.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _settle_openmp()
     sys.argv = [str(recipe), *arguments]
     # For modules of the user's beside the recipe or in the current folder.
     for folder in (os.getcwd(), str(recipe.parent)) if recipe.parent != registry.recipes_dir() else ():
@@ -393,3 +388,11 @@ def _execute(recipe: Path, arguments: list[str]) -> int:
             sys.path.append(folder)
     runpy.run_path(str(recipe), run_name="__main__")
     return 0
+
+
+def _settle_openmp() -> None:
+    # Threads that wait for each other spin for some ten microseconds, then sleep. GNU's OpenMP spins for milliseconds,
+    # and on shared cores that takes the core which the awaited thread needs; sleeping at once costs small models speed
+    # on an idle machine (scripts/results/omp_waiting.json). OpenMP reads this when torch loads it.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")

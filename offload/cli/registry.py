@@ -23,6 +23,9 @@ from offload.errors import UserError
 
 THEIRS = "torchtune/"
 
+SINGLE_DEVICE, DISTRIBUTED = "_single_device", "_distributed"
+"""How the names of recipes end, and of configs for the latter."""
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -83,11 +86,12 @@ def _by_size(name: str) -> list[tuple[int, str]]:
 
 
 def recipe_of_config(name: str) -> str:
-    """The recipe that one of our configs is for, from its name's ending: ``<model>_<method>``."""
+    """The recipe that one of our configs is for, from its name's ending: ``<model>_<method>[_distributed]``."""
+    name, kind = (name.removesuffix(DISTRIBUTED), DISTRIBUTED) if name.endswith(DISTRIBUTED) else (name, SINGLE_DEVICE)
     method = name.rpartition("_")[2]
     if method == "generate":
         return "generate"
-    return "lora_finetune_single_device" if method.endswith("lora") else "full_finetune_single_device"
+    return f"lora_finetune{kind}" if method.endswith("lora") else f"full_finetune{kind}"
 
 
 @cache
@@ -153,7 +157,7 @@ def find_recipe(name: str, *, config: ConfigRef | None = None) -> RecipeRef:
     if wanted_theirs and theirs_name in theirs:
         return RecipeRef(theirs[theirs_name].path, False, theirs_name, theirs[theirs_name].distributed)
     if plain in ours:
-        return RecipeRef(ours[plain], ours=True, name=plain)
+        return RecipeRef(ours[plain], ours=True, name=plain, distributed=plain.endswith(DISTRIBUTED))
     if file is not None:
         return RecipeRef(file, ours=True, name=name)
     raise _not_found("recipe", name, ".py", [*ours, *(_listed_name(n) for n in theirs), *theirs])

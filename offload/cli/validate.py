@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from offload.cli import registry
 from offload.errors import UserError
@@ -77,17 +78,44 @@ def check(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], no
     from offload.training.launch import quieten_libraries
 
     quieten_libraries()
-    module = load_recipe(recipe.path)
-    schema = getattr(module, "Settings", None)
+    schema, classes = _schema_of(recipe)
     if schema is None:
         raise UserError(f"{recipe.name} declares no class Settings, so it has nothing to check against")
     register_resolvers()
     settings = check_without_effects(config, overrides, schema, notes)
     if settings is None:
         return
-    for each in list(vars(module).values()):
-        if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check"):
-            each.check(settings, notes=notes)
+    for each in classes:
+        each.check(settings, notes=notes)
+
+
+def check_here(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str]) -> None:
+    """Checks what every process of a run on this machine will check again, before there are several.
+
+    Raises:
+        UserError: the problems, one per line.
+    """
+    from offload.config.loading import load_and_check
+    from offload.training.launch import as_override, quieten_libraries
+
+    quieten_libraries()
+    if "Settings" not in recipe.path.read_text(encoding="utf-8"):  # a script that only its own run may execute
+        return
+    schema, classes = _schema_of(recipe)
+    if schema is None:
+        return
+    settings: Any
+    _, settings = load_and_check(config, [as_override(word) for word in overrides], schema, [])
+    for each in classes:
+        each.check(settings)
+
+
+def _schema_of(recipe: registry.RecipeRef) -> tuple[type | None, list[Any]]:
+    """A recipe file's ``Settings``, None where it has none; and its classes that read them and check more."""
+    module = load_recipe(recipe.path)
+    schema = getattr(module, "Settings", None)
+    members = [each for each in vars(module).values() if isinstance(each, type)]
+    return schema, [each for each in members if getattr(each, "Settings", None) is schema and hasattr(each, "check")]
 
 
 def load_recipe(path: Path) -> ModuleType:

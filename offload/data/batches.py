@@ -67,6 +67,10 @@ class Batch:
     sample_length: float
     documents: Tensor | None = None
 
+    def without_labels(self, ignore_index: int) -> Batch:
+        """The same tokens, of which nothing counts."""
+        return dataclasses.replace(self, labels=torch.full_like(self.labels, ignore_index), num_tokens=0, num_labels=0)
+
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; :class:`torch.utils.data.DataLoader` calls it."""
         return self._map(lambda tensor: tensor.pin_memory())
@@ -155,6 +159,11 @@ class Collate:
         self._ignore_index = ignore_index
 
     @property
+    def ignore_index(self) -> int:
+        """The label that does not count."""
+        return self._ignore_index
+
+    @property
     def is_packed(self) -> bool:
         """The samples are packs."""
         return self._padding_idx is not None
@@ -185,14 +194,19 @@ class Collate:
 class Batches:
     """The micro-batches of every epoch, in an order that seed and epoch decide.
 
+    Several processes share each micro-batch: all of them together see what one would with as many times the batch size.
+
     Args:
         dataset: a map-style data set.
         collate: makes a batch of samples.
-        batch_size: samples per micro-batch; what is left at the end of an epoch is dropped.
+        batch_size: samples per micro-batch and process; what is left at the end of an epoch is dropped.
         shuffle: permute the samples anew in each epoch.
         seed: of the permutations.
         num_workers: processes that load; 0 loads in this process.
-        drop_last: drop a last batch that is not full.
+        drop_last: drop a last batch that is not full. Otherwise each process gets as many batches as any other, one of
+            them without labels where there are no samples left for it.
+        rank: which part of each micro-batch is this process's.
+        ranks: how many processes share it.
         pin_memory: batches are in page-locked memory, for a device that copies them while the host goes on.
         rows: where the samples come from, to tell where a bad one stands.
         mixture: ``(samples, passes per epoch)`` of each data set, where they are not all gone through once.
@@ -213,6 +227,8 @@ class Batches:
         seed: int,
         num_workers: int = 0,
         drop_last: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
         pin_memory: bool = False,
         rows: Sequence[Rows] = (),
         mixture: Sequence[tuple[int, float]] = (),
@@ -225,6 +241,7 @@ class Batches:
         self._seed = seed
         self._num_workers = num_workers
         self._drop_last = drop_last
+        self._rank, self._ranks = rank, ranks
         self._pin_memory = pin_memory
         self._rows = rows
         self._left_out: frozenset[int] = frozenset()
@@ -251,9 +268,14 @@ class Batches:
             return sum(round(size * weight) for size, weight in self._mixture) - most * len(self._left_out)
         return self.num_rows - len(self._left_out)
 
+    @property
+    def samples_per_batch(self) -> int:
+        """Of a micro-batch of all processes."""
+        return self.batch_size * self._ranks
+
     def __len__(self) -> int:
         """Micro-batches per epoch."""
-        full = self.num_samples / self.batch_size
+        full = self.num_samples / self.samples_per_batch
         return math.floor(full) if self._drop_last else math.ceil(full)
 
     @property
@@ -294,17 +316,19 @@ class Batches:
             UserError: at the batch that a row or a data worker failed to give.
         """
         order = self.order(epoch)
-        batches = [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(start, len(self))]
+        firsts = [i * self.samples_per_batch + self._rank * self.batch_size for i in range(start, len(self))]
+        batches = [order[first : first + self.batch_size] for first in firsts]
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
-            batch_sampler=batches,
+            batch_sampler=[batch or order[:1] for batch in batches],
             collate_fn=self._collate,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             # The loader draws a seed for its workers; from here, it leaves the run's own generator alone.
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
-        return self._load(loader)
+        loaded = zip(self._load(loader), batches, strict=True)
+        return (batch if mine else batch.without_labels(self._collate.ignore_index) for batch, mine in loaded)
 
     def _load(self, loader: DataLoader[Any]) -> Iterator[Batch]:
         try:
@@ -452,7 +476,7 @@ def build_batches(
     mixture = [(len(each), weight) for each, weight in zip(datasets, weights, strict=True)]
     batches = Batches(dataset, collate, pin_memory=kind != "cpu", rows=rows, mixture=mixture, **options)
 
-    order = batches.order(epoch)[start * batches.batch_size :]
+    order = batches.order(epoch)[start * batches.samples_per_batch :]
     if all(packed):
         tally = packs_tally(dataset, order, [each.tally for each in rows], ignore_index)
     elif skips_bad_rows:
@@ -471,7 +495,7 @@ def build_batches(
     batches.notes += check_labels(key, tally, getattr(tokenizer, "max_seq_len", None))
     for each in rows:
         batches.notes += each.notes()
-    used = batches.order(epoch)[start * batches.batch_size :]  # without what is left out
+    used = batches.order(epoch)[start * batches.samples_per_batch :]  # without what is left out
     if isinstance(tokenizer, ChatTokenizer) and used:
         batches.first_sample = shown(tokenizer, dataset[used[0]], longest=_LONGEST_PART, limit=_LONGEST_SAMPLE)
     batches.tally = tally

@@ -13,6 +13,8 @@ key                                     meaning
 ``memory/host_pinned_gib``              page-locked host memory held by the optimizer now
 ======================================= ==========================================================
 
+Of several processes these are the greatest; each key has a companion, ``…_min_gib``, the least.
+
 The three device keys are peaks since the start of the run or since :func:`reset_peak`. On a CPU device
 they are 0.0: every log line has the same keys on every device, and no device memory is used.
 """
@@ -23,6 +25,8 @@ import sys
 from typing import Any
 
 import torch
+
+from offload.distributed.world import World
 
 GIB = 2**30
 
@@ -51,6 +55,15 @@ def peak_memory(device: torch.device | str, pinned_bytes: int = 0) -> dict[str, 
     values["memory/host_rss_peak_gib"] = host_peak_bytes() / GIB
     values["memory/host_pinned_gib"] = pinned_bytes / GIB
     return values
+
+
+def peaks_of_all(mine: dict[str, float], world: World) -> dict[str, float]:
+    """The memory metrics of all processes: the greatest, and of several the least too."""
+    if world.size == 1:
+        return mine
+    values = world.greatest([*mine.values(), *(-value for value in mine.values())])
+    names = [*mine, *(f"{name.removesuffix('_gib')}_min_gib" for name in mine)]
+    return {name: abs(value) for name, value in zip(names, values, strict=True)}
 
 
 def device_statistics(device: torch.device) -> dict[str, Any]:

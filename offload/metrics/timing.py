@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.distributed.world import World
+
 
 class Marks(Protocol):
     """Points in the work of whoever is timed."""
@@ -208,21 +210,27 @@ class Throughput:
 
     Args:
         tokens_seen: what an earlier part of the run had seen (from its checkpoint).
+        world: the processes whose tokens are counted together, when they ask.
     """
 
-    def __init__(self, tokens_seen: int = 0) -> None:
-        self.tokens_seen = int(tokens_seen)
+    def __init__(self, tokens_seen: int = 0, world: World | None = None) -> None:
+        self._seen = int(tokens_seen)
+        self._world = World() if world is None else world
         self._tokens = 0
         self._trained = 0
 
     def add(self, tokens: int, trained_tokens: int) -> None:
         """Counts a batch: its tokens that are not padding, and its labels that count in the loss."""
-        self.tokens_seen += int(tokens)
         self._tokens += int(tokens)
         self._trained += int(trained_tokens)
 
+    def tokens_seen(self) -> int:
+        """Tokens over the whole run."""
+        return self._seen + int(self._world.total([self._tokens])[0])
+
     def cut(self) -> TokenCount:
         """What was counted since the last call."""
-        count = TokenCount(self._tokens, self._trained, self.tokens_seen)
+        tokens, trained = map(int, self._world.total([self._tokens, self._trained]))
+        self._seen += tokens
         self._tokens = self._trained = 0
-        return count
+        return TokenCount(tokens, trained, self._seen)

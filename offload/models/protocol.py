@@ -48,6 +48,10 @@ class CausalLM(Protocol):
     def head_parameters(self) -> list[nn.Parameter]:
         """The parameters that :meth:`head` reads."""
 
+    def blocks(self) -> list[nn.Module]:
+        """Parts of :attr:`module` whose weights several processes gather one part at a time: each is called as a
+        module, and shares no parameter with what is outside of it."""
+
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the whole model, shape [batch, tokens, vocabulary]."""
 

@@ -25,11 +25,14 @@ def standalone(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which several processes have parts (a DTensor), which all have to ask; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def host_tensor(tensor: Tensor, name: str) -> Tensor:
     """``tensor`` on the CPU, contiguous and alone in its storage; not copied where it is so already."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):  # DTensor
-        tensor = tensor.full_tensor()
+    tensor = whole(tensor.detach())
     if type(tensor) is not Tensor:
         raise TypeError(f"{name} is a {type(tensor).__name__}: a model is saved with plain tensors only")
     return standalone(tensor.to("cpu").contiguous())

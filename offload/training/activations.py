@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +31,22 @@ def check_activations(*, checkpointing: bool, offloading: bool, device: torch.de
 
 
 def prepare_activations(
-    model: CausalLM, *, checkpointing: bool, offloading: bool, device: torch.device
+    model: CausalLM,
+    *,
+    checkpointing: bool,
+    offloading: bool,
+    device: torch.device,
+    divide: Callable[[], None] = lambda: None,
 ) -> contextlib.AbstractContextManager[Any]:
     """Apply activation checkpointing; returns the context in which forward must run for offloading.
+
+    Args:
+        model: on the CPU or on ``device``; where it trains once ``divide`` is done.
+        checkpointing: keep each layer's input alone.
+        offloading: keep it in host memory.
+        device: that trains.
+        divide: divides the model among processes: after its layers were wrapped, and before what depends on where it
+            is.
 
     Raises:
         UserError: as :func:`check_activations`.
@@ -40,4 +54,5 @@ def prepare_activations(
     check_activations(checkpointing=checkpointing, offloading=offloading, device=device)
     if checkpointing:
         model.checkpoint_activations()
+    divide()
     return model.offload_activations() if offloading else contextlib.nullcontext()

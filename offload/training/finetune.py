@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from offload.checkpoints import disk_space
 from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder
@@ -23,10 +23,11 @@ from offload.checkpoints.manifest import whole_checkpoints
 from offload.checkpoints.output_lock import OutputLock
 from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
-from offload.data.batches import Batches, build_batches
+from offload.data.batches import Batch, Batches, build_batches
 from offload.data.labels import IGNORE_INDEX
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype, is_here, random_state, set_random_state
+from offload.distributed.world import current
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.metrics.lines import say
@@ -43,7 +44,7 @@ from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
-from offload.training.seed import set_seed
+from offload.training.seed import draw_apart, draw_seed, set_seed
 from offload.training.settings import AUTO, TrainSettings
 from offload.training.step import (
     build_profiler,
@@ -52,6 +53,7 @@ from offload.training.step import (
     check_weights,
     count_steps,
     evaluate,
+    next_micro_batches,
 )
 
 
@@ -68,6 +70,7 @@ class FinetuneRecipe:
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
         resumed_from: the checkpoint that this process began with.
         resumed_config: the configuration of the run that saved it.
+        world: the processes that train this model together.
     """
 
     parts: CausalLM
@@ -78,6 +81,7 @@ class FinetuneRecipe:
 
     def __init__(self, settings: TrainSettings, cfg: DictConfig) -> None:
         self.settings, self.cfg = settings, cfg
+        self.world = current()
         self.output_dir = output_folder(settings.output_dir)
         self.epoch = 0
         self.step_in_epoch = 0
@@ -90,6 +94,7 @@ class FinetuneRecipe:
         self.lock: OutputLock | None = None
         self.reporter: Reporter | None = None
         self.is_profiling = False
+        self._fails_everywhere = False
 
     adapts: ClassVar[bool] = False
     """An adapter trains, and not the whole model."""
@@ -119,24 +124,26 @@ class FinetuneRecipe:
     def setup_run(self) -> Loaded | None:
         """Device, precision, tokenizer, checkpoints, seed; returns the checkpoint to go on from, if there is one."""
         settings = self.settings
-        self.device, self.dtype, reason = self.check(settings)
-        say(reason)
-        self.tokenizer = build_tokenizer(settings.tokenizer)
-        self.source = find_source(
-            settings.model,
-            settings.checkpointer,
-            getattr(settings, "adapter", None),
-            self.tokenizer,
-            self.device,
-            self.dtype,
-            say,
-        )
-        self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
-        self.lock = OutputLock(self.output_dir)
-        remove_leftover(self.output_dir)
+        with self.world.together():
+            device, self.dtype, reason = self.check(settings)
+            self.device = self.world.device(device)
+            say(reason + (f", {self.world.size} processes" if self.world.size > 1 else ""))
+            self.tokenizer = build_tokenizer(settings.tokenizer)
+            self.source = find_source(
+                settings.model,
+                settings.checkpointer,
+                getattr(settings, "adapter", None),
+                self.tokenizer,
+                self.loading_device,
+                self.dtype,
+                say,
+            )
+            self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
+        self.world.from_main(self._take_folder)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
         seed = state.get("seed") if settings.seed is None else settings.seed
+        seed = self.world.from_main(lambda: draw_seed() if seed is None else seed)
         self.seed = set_seed(seed, settings.cudnn_deterministic_mode)
         say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
@@ -152,6 +159,15 @@ class FinetuneRecipe:
             )
         return resumed
 
+    @property
+    def loading_device(self) -> torch.device:
+        """Where a model is put that is whole."""
+        return self.device
+
+    def _take_folder(self) -> None:
+        self.lock = OutputLock(self.output_dir)
+        remove_leftover(self.output_dir)
+
     def _keep_best(self) -> None:
         """Protect the checkpoint of the best evaluation from keep_last_n."""
         evaluation = self.settings.evaluation
@@ -159,6 +175,27 @@ class FinetuneRecipe:
             self.checkpoints.best = self.checkpoints.output_dir / f"step_{self.best.step}"
 
     def _find_checkpoint(self) -> Loaded | None:
+        """The checkpoint to go on from: the main process chooses it."""
+        mine: list[Loaded] = []
+
+        def choose() -> Path | None:
+            found = self._choose_checkpoint()
+            if found is not None:
+                mine.append(found[1])
+            return None if found is None else found[0]
+
+        self.resumed_from = self.world.from_main(choose)
+        if self.resumed_from is None:
+            if self.settings.resume_from_checkpoint == AUTO:
+                self.cfg.resume_from_checkpoint = False  # what is recorded, and whether wandb continues a run
+            return None
+        with self.world.together():
+            loaded = mine[0] if mine else self.checkpoints.load(self.resumed_from)
+        self.resumed_config = loaded.recipe_state["config"]
+        say(f"resuming from {self.resumed_from}")
+        return loaded
+
+    def _choose_checkpoint(self) -> tuple[Path, Loaded] | None:
         chosen = self.settings.resume_from_checkpoint
         if chosen is False:
             self._tell_of_an_earlier_run()
@@ -167,7 +204,6 @@ class FinetuneRecipe:
         found = self.checkpoints.load_newest() if takes_newest else self.checkpoints.load_chosen(str(chosen))
         if found is None and chosen == AUTO and not whole_checkpoints(self.output_dir):
             say(f"resume_from_checkpoint={AUTO}: no checkpoint in {self.output_dir} yet, starting from the beginning")
-            self.cfg.resume_from_checkpoint = False  # what is recorded, and whether wandb continues a run
             return None
         if found is None:
             damaged = whole_checkpoints(self.output_dir)
@@ -179,11 +215,9 @@ class FinetuneRecipe:
                 f"of the run to go on with, or resume_from_checkpoint={AUTO}, which starts from the beginning where "
                 "there is none"
             )
-        self.resumed_from, loaded = found
-        check_fields(loaded.recipe_state, self.resumed_from)
-        self.resumed_config = loaded.recipe_state["config"]
-        say(f"resuming from {self.resumed_from}")
-        return loaded
+        path, loaded = found
+        check_fields(loaded.recipe_state, path)
+        return path, loaded
 
     def _tell_of_an_earlier_run(self) -> None:
         """A run that begins in a folder with checkpoints may have been meant to go on from them."""
@@ -201,6 +235,10 @@ class FinetuneRecipe:
 
     def setup_data(self) -> None:
         """Loss, data sets, and how many steps they make."""
+        with self.world.together():
+            self._setup_data()
+
+    def _setup_data(self) -> None:
         settings = self.settings
         self.loss_fn = instantiate(settings.loss)
         common: dict[str, Any] = {
@@ -211,6 +249,8 @@ class FinetuneRecipe:
             "device": self.device,
             "masks": self.source.masks_documents,
             "skips_bad_rows": settings.dataset_errors == "skip",
+            "rank": self.world.rank,
+            "ranks": self.world.size,
         }
         self.batches = build_batches(
             settings.dataset,
@@ -244,6 +284,7 @@ class FinetuneRecipe:
             batch_size=settings.batch_size,
             accumulation=settings.gradient_accumulation_steps,
             max_steps=settings.max_steps_per_epoch,
+            processes=self.world.size,
         )
         if self.step_in_epoch >= self.steps_per_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
@@ -291,6 +332,7 @@ class FinetuneRecipe:
             checkpointing=settings.enable_activation_checkpointing,
             offloading=settings.enable_activation_offloading,
             device=self.device,
+            divide=self.divide,
         )
         self.loss = SummedLoss(parts, self.loss_fn, compile=settings.compile)
         self.model.train()
@@ -299,6 +341,9 @@ class FinetuneRecipe:
         count, trained = (f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n:,}" for n in numbers)
         share = "all trained" if count == trained else f"{trained} trained"
         say(f"model: {count} parameters in {settings.dtype} on {self.device}, {share}")
+
+    def divide(self) -> None:
+        """Leave each process its part of the model's parameters; one process has all of them."""
 
     def setup_optimizer(self, resumed: Loaded | None) -> None:
         """Optimizer and schedule over what is trained, with the state of the checkpoint."""
@@ -328,8 +373,8 @@ class FinetuneRecipe:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
         settings = self.settings
         state = resumed.recipe_state if resumed else {}
-        self._plan_checkpoints()
-        self.profiler = build_profiler(settings.profiler)
+        self.world.from_main(self._plan_checkpoints)
+        self.profiler: Any = build_profiler(settings.profiler) if self.world.is_main else None
         self.reporter = Reporter(
             self.cfg,
             settings.metric_logger,
@@ -342,10 +387,11 @@ class FinetuneRecipe:
             tokens_seen=state.get("tokens_seen", 0),
             data=self.batches.facts,
             last_checkpoint=lambda: self.saved or self.resumed_from,
+            world=self.world,
         )
         if resumed:
             assert self.resumed_from is not None
-            put_back_random(state, self.device, self.resumed_from)
+            put_back_random(state, self.device, self.resumed_from, self.world)
             for note in resume_notes(
                 state["config"],
                 self.cfg,
@@ -359,6 +405,8 @@ class FinetuneRecipe:
                     f"note: dataset: {state['num_rows']} rows or packs in the checkpoint's run, "
                     f"{self.batches.num_rows} now: the order of what follows is another, some of it was seen"
                 )
+        else:
+            draw_apart(self.seed, self.world.rank)
 
     def _plan_checkpoints(self) -> None:
         """Say what disk the run will need; UserError where not even one checkpoint fits."""
@@ -394,7 +442,7 @@ class FinetuneRecipe:
 
     def check_weights(self) -> None:
         """UserError where a trained weight is NaN or infinite: before it would be saved over good ones."""
-        check_weights(self.model, self.global_step, self.saved or self.resumed_from)
+        check_weights(self.model, self.global_step, self.saved or self.resumed_from, self.world)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps happens after this one; never for None."""
@@ -408,7 +456,7 @@ class FinetuneRecipe:
         if limit is not None:
             batches = (batch for _, batch in zip(range(limit), batches, strict=False))
         with evaluation_weights(self.optimizer):
-            return evaluate(self.loss, self.model, batches, self.device)
+            return evaluate(self.loss, self.model, batches, self.device, self.world)
 
     def judge(self, loss: float) -> bool:
         """Hold an evaluation against the best; whether a checkpoint is due, because it is kept or the run stops."""
@@ -431,15 +479,21 @@ class FinetuneRecipe:
             "step_in_epoch": self.step_in_epoch,
             "global_step": self.global_step,
             "total_steps": self.total_steps,
-            "tokens_seen": self.reporter.tokens.tokens_seen if self.reporter else 0,
+            "tokens_seen": self.reporter.tokens.tokens_seen() if self.reporter else 0,
             "seed": self.seed,
             "num_rows": self.batches.num_rows,
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "random": random_state(self.device),
+            **self._random_of_ranks(),
             "best_evaluation": self.best.state_dict(),
             "config": resolved_and_masked(self.cfg),
         }
+
+    def _random_of_ranks(self) -> dict[str, Any]:
+        if self.world.size == 1:
+            return {}
+        return {"random_of_ranks": self.world.gathered(random_state(self.device))}
 
     def save_checkpoint(self) -> Path:
         """Save the model and all that a resume needs; returns the folder."""
@@ -451,6 +505,22 @@ class FinetuneRecipe:
         self.saved = self.save_checkpoint()
         self.saved_step = self.global_step
         self.is_between_steps = True
+
+    def start(self) -> None:
+        """Training begins: set-up time does not count."""
+        assert self.reporter is not None
+        self.reporter.start()
+        if self.profiler is not None:
+            self.profiler.start()
+            self.is_profiling = True
+
+    def next_micro_batches(self, batches: Iterator[Batch]) -> tuple[list[Batch], int]:
+        """A step's micro-batches, and the labels that count in those of all processes."""
+        try:
+            return next_micro_batches(batches, self.settings.gradient_accumulation_steps, self.device, self.world)
+        except Exception:
+            self._fails_everywhere = True
+            raise
 
     def begin_step(self) -> None:
         """Count the step that begins, and note what it draws from, for as long as it can be undone."""
@@ -464,9 +534,55 @@ class FinetuneRecipe:
         """From here the step changes what is saved."""
         self._random_before = None
 
-    def end_step(self) -> None:
-        """The step is done, for all that is saved."""
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether an evaluation is due after this step, whichever is the last."""
+        evaluation = self.settings.evaluation
+        return evaluation is not None and self.is_due(evaluation.every_n_steps)
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether a line of metrics is due after this step."""
+        return self.is_due(self.settings.log_every_n_steps) or self.is_evaluated
+
+    def end_step(self, grad_norm: Tensor | None, *, interrupted: bool) -> bool:
+        """The step is done, for all that is saved: evaluate, log and save, as far as it is time for it.
+
+        Args:
+            grad_norm: before clipping; None where it was not asked for.
+            interrupted: the run was told to stop.
+
+        Returns:
+            Whether the run stops.
+        """
+        settings, reporter = self.settings, self.reporter
+        assert reporter is not None
         self.is_between_steps = True
+        is_last = self.global_step == self.total_steps
+        should_save = (
+            is_last
+            or interrupted
+            or self.is_due(settings.save_every_n_steps)
+            or (settings.save_every_n_steps is None and self.step_in_epoch == self.steps_per_epoch)
+        )
+        # On an accelerator nothing here waits for the step: its values are read when the next is queued.
+        if self.is_logged or should_save:
+            values: dict[str, Any] = {"grad_norm": grad_norm}
+            if self.is_evaluated or (is_last and self.held_out is not None):
+                reporter.flush()  # evaluating waits for the device anyway
+                with reporter.timer("evaluation"):
+                    values["evaluation/loss"] = self.evaluate()
+                should_save |= self.judge(values["evaluation/loss"])
+            reporter.log(self.global_step, values)
+        else:
+            reporter.advance(self.global_step)
+        if should_save:
+            reporter.flush()  # stops the run if a loss until here is not finite
+            with reporter.timer("checkpoint"):
+                self.save()
+        if self.profiler is not None:
+            self.profiler.step()
+        return interrupted or self.best.is_exhausted
 
     def _undo_step(self) -> None:
         """Take back a step that has computed gradients and no more."""
@@ -488,6 +604,8 @@ class FinetuneRecipe:
             raise
         except Exception:
             self._undo_step()
+            if self.world.size > 1 and not self._fails_everywhere:
+                raise  # the others are in the middle of something
             if self.is_between_steps and self.global_step > self.saved_step:
                 self._save_before_stopping()
             raise

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from offload.distributed.world import World
+
 _FLUSH_SECONDS = 1.0
 
 
@@ -44,21 +46,31 @@ class Interrupt:
 
     Args:
         signals: the signals to take over.
+        world: the processes that stop together. The main one prints the line.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> None:
+    def __init__(self, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM), *, world: World | None = None) -> None:
         self.signals = tuple(signals)
+        self._world = World() if world is None else world
         self.signum: int | None = None
+        self._agreed: int | None = None
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
         self._watcher: threading.Thread | None = None
 
+    def came(self) -> bool:
+        """Whether a signal came to any process of the world; the same on all of them, which have to ask together."""
+        (signum,) = self._world.greatest([self.signum or 0])
+        self._agreed = int(signum) or None
+        return self._agreed is not None
+
     @property
     def exit_code(self) -> int:
         """The status to leave with: 130 after SIGINT, 143 after SIGTERM, 0 if there was no signal."""
-        return 0 if self.signum is None else 128 + self.signum
+        signum = self._agreed or self.signum
+        return 0 if signum is None else 128 + signum
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is not threading.main_thread():
@@ -120,7 +132,8 @@ class Interrupt:
                 if seen > 1:
                     _exit_now(number)
                 name = signal.Signals(number).name
-                _write_line(f"{name}: finishing the step and saving; once more to exit at once without saving")
+                if self._world.is_main:
+                    _write_line(f"{name}: finishing the step and saving; once more to exit at once without saving")
 
 
 def _write_line(line: str) -> None:

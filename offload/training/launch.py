@@ -3,6 +3,8 @@
 Exit status: 0 trained, or nothing left to train; 2 something that the user can mend, told in one line; 130 and 143
 after SIGINT and SIGTERM, with a checkpoint saved. A reader that leaves (``tune run … | head``) changes nothing: the run
 goes on, saves, and ends with the status that it would have had.
+
+Of several processes that torchrun started for one recipe, the first to have something to say says it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import argparse
 import errno
 import functools
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +53,17 @@ def as_override(word: str) -> str:
 def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) -> int:
     """Run a recipe as a program: ``--config PATH [key=value ...]``; returns the exit status."""
     with streams.unbreakable():
-        return _run_recipe(recipe_class, argv)
+        if os.environ.get("WORLD_SIZE", "1") == "1" and "RANK" not in os.environ:
+            return _run_recipe(recipe_class, argv)
+        from offload.distributed.world import is_launched, joined
+
+        if is_launched() and not getattr(recipe_class, "is_distributed", False):
+            if os.environ["RANK"] == "0":
+                print(f"error: {recipe_class.__name__} runs on one device, and torchrun started it as one of "
+                      f"{os.environ['WORLD_SIZE']} processes: start it without torchrun", file=sys.stderr)  # fmt: skip
+            return 2
+        with joined():
+            return _run_recipe(recipe_class, argv)
 
 
 def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
@@ -57,8 +71,12 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
 
     from offload.config.loading import load_and_check
     from offload.config.secrets import masked_words
+    from offload.distributed.world import PeerError, current
 
+    world = current()
     _quieten()
+    if not world.is_main:
+        _hush()
     # `python -OO` has no docstrings.
     parser = argparse.ArgumentParser(description=next(iter((recipe_class.__doc__ or "").strip().splitlines()), None))
     parser.add_argument("--config", required=True, metavar="PATH", help="configuration (YAML)")
@@ -76,19 +94,26 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         if argv is None:
             sys.argv[1:] = masked_words(sys.argv[1:], OmegaConf.to_container(cfg, resolve=False))
-        for note in notes:
+        for note in notes if world.is_main else ():
             print(f"note: {note}", file=sys.stderr)
         recipe = recipe_class(settings, cfg)
-        return _run(recipe)
+        status = _run(recipe)
+        world.barrier()  # the main process writes to the end
+        return status
     except NothingToDo as done:
-        print(done)
+        if world.is_main:
+            print(done)
         return 0
+    except PeerError as error:
+        return error.status
     except KeyboardInterrupt:
         # While a recipe trains, signals go to its Interrupt: what comes here came before training or after it.
         from offload.training.settings import TrainSettings
 
         saved = getattr(recipe, "saved", None)
-        if saved is not None:
+        if not world.is_main:
+            pass
+        elif saved is not None:
             print(f"interrupted at the end; {saved} is whole", file=sys.stderr)
         elif issubclass(recipe_class.Settings, TrainSettings):
             print("interrupted before training began; nothing was saved", file=sys.stderr)
@@ -97,6 +122,8 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         return 130
     except Exception as error:
         line = _mendable(error)
+        if not world.is_first("error"):
+            return 1 if line is None else 2
         if line is None:
             raise
         for one in line.splitlines():
@@ -140,6 +167,12 @@ def _quieten() -> None:
         if not getattr(bar, "silenced_by_offload", False):
             bar.__init__ = functools.partialmethod(bar.__init__, disable=True)
             bar.silenced_by_offload = True
+
+
+def _hush() -> None:
+    """What every process would say, the main one says."""
+    logging.getLogger("offload").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
 
 
 def _run(recipe: Recipe) -> int:

@@ -171,7 +171,6 @@ class SummedLoss:
         self._loss = loss
         self._fused = isinstance(loss, LinearCrossEntropyLoss)
         self._num_chunks: int | None = getattr(loss, "num_output_chunks", None)
-        self._head_parameters = model.head_parameters()
         if compile:
             self._compile()
 
@@ -193,7 +192,7 @@ class SummedLoss:
             return self._of_logits(self._model.logits(inputs), labels, num_labels)
         hidden = self._model.hidden(inputs)
         if self._fused:
-            return self._loss(hidden, labels, num_labels, self._model.head, self._head_parameters)
+            return self._loss(hidden, labels, num_labels, self._model.head, self._model.head_parameters())
         logits = [self._model.head(chunk) for chunk in hidden.chunk(self._num_chunks, dim=1)]
         return self._of_logits(logits, labels, num_labels)
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
 from offload.data.batches import Batch
+from offload.distributed.world import World
 from offload.metrics.environment import environment
 from offload.metrics.flops import flops_per_token, mfu, peak_flops
 from offload.metrics.late import LateReader, LateValues
 from offload.metrics.lines import say
 from offload.metrics.log import MetricLog, read_metrics
-from offload.metrics.memory import peak_memory, reset_peak
+from offload.metrics.memory import peak_memory, peaks_of_all, reset_peak
 from offload.metrics.optimizer_label import label_of, optimizer_facts
 from offload.metrics.progress import Progress, summary
 from offload.metrics.run_record import RunRecord
@@ -56,12 +57,25 @@ class _Line:
     memory: dict[str, float]
 
 
+@dataclass
+class _Written:
+    """What the main process writes."""
+
+    log: MetricLog
+    mirror: Any
+    record: RunRecord
+    progress: Progress
+
+
 class Reporter:
     """Collects what a run measures and writes it where it belongs.
 
     On an accelerator the host queues a step while the device still works on the one before. So :meth:`log` only
     queues: the values are copied behind the step that computes them, and its line is written when the next step is
     queued, by when the device has work to go on with. On the CPU a line is written at once.
+
+    Each of several processes has one, and all make the same calls; the main one writes. Losses are given as sums over
+    the processes; tokens are added up here, and of memory the most and the least of a process are told.
 
     Args:
         cfg: the whole configuration; goes to the metric logger.
@@ -75,6 +89,7 @@ class Reporter:
         tokens_seen: tokens seen before this process.
         data: counts of the rows that were read before training, for ``run.json`` and the metric logger.
         last_checkpoint: tells the last checkpoint that is good, for advice.
+        world: the processes that train.
     """
 
     def __init__(
@@ -91,10 +106,12 @@ class Reporter:
         tokens_seen: int,
         data: Mapping[str, int] | None = None,
         last_checkpoint: Callable[[], Path | None] = lambda: None,
+        world: World | None = None,
     ) -> None:
         self._last_checkpoint = last_checkpoint
+        self._world = World() if world is None else world
         self.timer = StepTimer(device)
-        self.tokens = Throughput(tokens_seen)
+        self.tokens = Throughput(tokens_seen, self._world)
         self._reader = LateReader(device)
         self._pending: deque[_Line] = deque()
         self._zero = torch.zeros((), device=device)
@@ -104,32 +121,46 @@ class Reporter:
         self._pinned_bytes = 0
         self._device, self._optimizer = device, optimizer
         self._output_dir = output_dir
-        self._mirror = instantiate(metric_logger)
-        mirrors = [] if self._mirror is None else [self._mirror]
-        self._log = MetricLog(output_dir, mirrors, resume_step=resume_step)
-        facts = optimizer_facts(optimizer, cfg.get("optimizer"))
-        label = label_of(facts)
-        config = OmegaConf.create(resolved_and_masked(cfg))
-        self._log.log_config(config)
-        self._log.log_facts({"label": label, "label_parts": facts, "data": dict(data or {})})
-        self._record = RunRecord(
-            output_dir,
-            {
-                "label": label,
-                "optimizer": facts,
-                "data": dict(data or {}),
-                "config": OmegaConf.to_container(config),
-                "environment": environment(str(device)),
-            },
-            resume_step=resume_step,
-        )
-        self._progress = Progress(total_steps, initial=resume_step or 0)
         self._peak = peak_flops(device)
         self._size = size
         self._length_sum = 0.0
         self._batches = 0
         self._started = time.perf_counter()
+        self._written: _Written | None = None
+        if self._world.is_main:
+            self._written = self._open(cfg, metric_logger, dict(data or {}), total_steps, resume_step)
         reset_peak(device)
+
+    def _open(
+        self,
+        cfg: DictConfig,
+        metric_logger: DictConfig | None,
+        data: dict[str, int],
+        total_steps: int,
+        resume_step: int | None,
+    ) -> _Written:
+        mirror = instantiate(metric_logger)
+        log = MetricLog(self._output_dir, [] if mirror is None else [mirror], resume_step=resume_step)
+        facts = optimizer_facts(self._optimizer, cfg.get("optimizer"))
+        label = label_of(facts)
+        config = OmegaConf.create(resolved_and_masked(cfg))
+        log.log_config(config)
+        log.log_facts({"label": label, "label_parts": facts, "data": data})
+        record = RunRecord(
+            self._output_dir,
+            {
+                "label": label,
+                "optimizer": facts,
+                "data": data,
+                "config": OmegaConf.to_container(config),
+                "environment": environment(str(self._device)) | self._processes(),
+            },
+            resume_step=resume_step,
+        )
+        return _Written(log, mirror, record, Progress(total_steps, initial=resume_step or 0))
+
+    def _processes(self) -> dict[str, int]:
+        return {"processes": self._world.size} if self._world.size > 1 else {}
 
     def start(self) -> None:
         """Training begins: set-up time does not count."""
@@ -168,7 +199,7 @@ class Reporter:
             lap=lap,
             tokens=self.tokens.cut(),
             sample_length=self._length_sum / max(1, self._batches),
-            memory=peak_memory(self._device, self._pinned()),
+            memory=peaks_of_all(peak_memory(self._device, self._pinned()), self._world),
         )
         self._loss, self._num_steps = self._zero, 0
         self._length_sum, self._batches = 0.0, 0
@@ -178,7 +209,8 @@ class Reporter:
     def advance(self, step: int) -> None:
         """``step`` is queued and not logged: write what is due, and move the bar."""
         self.flush()
-        self._progress.update(step)
+        if self._written is not None:
+            self._written.progress.update(step)
 
     def flush(self) -> None:
         """Write every line; waits for the device to finish their steps.
@@ -208,14 +240,17 @@ class Reporter:
             self._last_checkpoint(),
         )
         times = self.timer.read(line.lap)
+        if self._written is None:
+            return
         rates = line.tokens.rates(self.timer.training_seconds)
         row = {**values, "loss": loss, **rates, **times, **line.memory}
         if self._peak is not None and self._size is not None:
-            row["mfu"] = mfu(rates["tokens_per_second"], _flops_per_token(self._size, line.sample_length), self._peak)
-        self._log.log(row, line.step)
+            peak = self._peak * self._world.size
+            row["mfu"] = mfu(rates["tokens_per_second"], _flops_per_token(self._size, line.sample_length), peak)
+        self._written.log.log(row, line.step)
         on_device = self._device.type != "cpu"
         shown = "memory/device_peak_allocated_gib" if on_device else "memory/host_rss_peak_gib"
-        self._progress.update(
+        self._written.progress.update(
             line.step,
             loss=loss,
             tokens_per_second=rates["tokens_per_second"],
@@ -243,17 +278,20 @@ class Reporter:
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             self.flush()
             rest = self.timer.read(self.timer.cut())  # what came after the last line: the final checkpoint
+        if self._written is None:
+            return
+        log, mirror = self._written.log, self._written.mirror
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
-            self._log.restore()
-            values = summarise(read_metrics(self._log.path), rest)
-            self._log.log_summary(values)
-            self._record.finish(exit_code, values)
-        self._progress.close()
-        self._log.close(exit_code)
+            log.restore()
+            values = summarise(read_metrics(log.path), rest)
+            log.log_summary(values)
+            self._written.record.finish(exit_code, values)
+        self._written.progress.close()
+        log.close(exit_code)
         if failed:
             return
         notes = [] if best is None else [("best", str(best))]
-        note = self._mirror.note() if isinstance(self._mirror, WandBLogger) else None
+        note = mirror.note() if isinstance(mirror, WandBLogger) else None
         if note is not None:
             notes.append(note)
         if exit_code != 0 and checkpoint is not None:
@@ -261,7 +299,7 @@ class Reporter:
             notes.append(("next", f"the same command with {again} goes on from here"))
         say(
             summary(
-                self._log.path,
+                log.path,
                 times=self.timer.totals,
                 wall_seconds=time.perf_counter() - self._started,
                 checkpoint=checkpoint,

@@ -13,9 +13,12 @@ from torch import Tensor
 from offload.checkpoints.manager import STATE_NAME
 from offload.checkpoints.manifest import DamagedCheckpoint
 from offload.device import set_random_state
+from offload.distributed.world import World
 from offload.errors import UserError
 from offload.optim import unpacked
+from offload.sharded_states import divided
 from offload.training.resume_changes import weights_key
+from offload.training.seed import draw_apart
 
 _COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
 _LEAVES = (Tensor, bool, int, float, complex, type(None))
@@ -49,7 +52,8 @@ def put_back(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, lr_sche
     with _putting_back("optimizer", state, checkpoint):
         saved = state["optimizer"]
         if not getattr(optimizer, "owns_loaded_states", False):
-            saved = unpacked(saved, [p for group in optimizer.param_groups for p in group["params"]])
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            saved = divided(unpacked(saved, params), params)
         optimizer.load_state_dict(saved)
     if lr_scheduler is not None and state["lr_scheduler"] is not None:
         with _putting_back("lr_scheduler", state, checkpoint):
@@ -57,10 +61,14 @@ def put_back(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, lr_sche
             lr_scheduler.load_state_dict(state["lr_scheduler"])
 
 
-def put_back_random(state: Mapping[str, Any], device: torch.device, checkpoint: Path) -> None:
-    """Restores every generator's state; UserError where it is none."""
+def put_back_random(state: Mapping[str, Any], device: torch.device, checkpoint: Path, world: World) -> None:
+    """Restores every generator's state; UserError where it is none. A process that the checkpoint's run did not have
+    draws numbers of its own."""
     with _putting_back("random", state, checkpoint):
-        set_random_state(state["random"], device)
+        of_ranks = state.get("random_of_ranks", [state["random"]])
+        set_random_state(of_ranks[world.rank] if world.rank < len(of_ranks) else state["random"], device)
+        if world.rank >= len(of_ranks):
+            draw_apart(state["seed"] + state["global_step"] * world.size, world.rank)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,19 @@ import numpy
 import torch
 
 
+def draw_seed() -> int:
+    """A seed for a run that was given none."""
+    return int(torch.randint(2**32, (1,)))
+
+
+def draw_apart(seed: int, rank: int) -> None:
+    """From here, processes that share a seed draw different numbers (dropout); the first one goes on as it was."""
+    if rank:
+        torch.manual_seed(seed + rank)
+        numpy.random.seed((seed + rank) % 2**32)
+        random.seed(seed + rank)
+
+
 def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> int:
     """Seed the generators of PyTorch (every device's), NumPy and Python; returns the seed.
 
@@ -19,7 +32,7 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
             cuBLAS use deterministic algorithms; with "default" cuDNN looks for the fastest.
     """
     if seed is None:
-        seed = int(torch.randint(2**32, (1,)))
+        seed = draw_seed()
     torch.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)

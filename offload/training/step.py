@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,44 @@ from torch import Tensor, nn
 
 from offload.config.loading import instantiate
 from offload.data.batches import Batch
+from offload.distributed.sharding import reshard
+from offload.distributed.world import World, status_of
 from offload.engine.norms import tensor_norms, total_norm
+from offload.engine.shards import gradient_of, local, summed_norms
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
 from offload.training.loss import SummedLoss
 from offload.training.resume_changes import LENGTHS
+
+
+def next_micro_batches(
+    batches: Iterator[Batch], number: int, device: torch.device, world: World
+) -> tuple[list[Batch], int]:
+    """A step's micro-batches on the device, and the labels that count in those of all processes.
+
+    Args:
+        batches: of this process.
+        number: of micro-batches.
+        device: trains.
+        world: the processes; where one of them gets no data, all stop here, between two steps.
+
+    Raises:
+        UserError: as ``batches`` does.
+        PeerError: where another process got none.
+    """
+    failure: Exception | None = None
+    loaded: list[Batch] = []
+    try:
+        loaded = [next(batches) for _ in range(number)]
+    except Exception as error:
+        failure = error
+    status = status_of(failure)
+    # All in one exchange: one for each step is enough.
+    mended, broken, labels = world.total([status == 2, status == 1, sum(batch.num_labels for batch in loaded)])
+    if failure is not None:
+        raise failure
+    world.check_peers(2 if mended else 1 if broken else 0)
+    return [batch.to(device) for batch in loaded], int(labels)
 
 
 def forward_backward(
@@ -28,11 +61,13 @@ def forward_backward(
     activations: contextlib.AbstractContextManager[Any],
     *,
     measures_norm: bool,
+    num_labels: int | None = None,
 ) -> Tensor:
     """Accumulate the gradients of one step's micro-batches; returns the step's loss, 0-dim, on the device.
 
     The loss is divided by the labels of all micro-batches before the first backward: nothing has to touch
-    the gradients afterwards, wherever the optimizer keeps them.
+    the gradients afterwards, wherever the optimizer keeps them. Where several processes share the step, that is by the
+    labels of all of them, and what is returned is this one's part of the loss.
 
     Args:
         loss: model and loss.
@@ -41,11 +76,14 @@ def forward_backward(
         activations: context for forward and backward's saved activations.
         measures_norm: the gradients' norm will be asked for. An optimizer that updates in backward, and so has to
             measure there, is told (``measure_grad_norm``).
+        num_labels: that count, in all processes; None: those of ``micro_batches``.
     """
     if hasattr(optimizer, "measure_grad_norm"):
         optimizer.measure_grad_norm = measures_norm
     accumulate = getattr(optimizer, "accumulate", contextlib.nullcontext)
-    num_labels = max(1, sum(batch.num_labels for batch in micro_batches))
+    if num_labels is None:
+        num_labels = sum(batch.num_labels for batch in micro_batches)
+    num_labels = max(1, num_labels)
     total: Tensor | None = None
     for index, batch in enumerate(micro_batches):
         with activations:
@@ -74,17 +112,21 @@ def clip_gradients(
     if max_norm is not None:
         if hasattr(optimizer, "clip_grad_norm_"):
             return optimizer.clip_grad_norm_(max_norm)
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if hasattr(optimizer, "grad_norm"):
         return optimizer.grad_norm()
     with torch.no_grad():
-        norms = tensor_norms([p.grad for p in params if p.grad is not None])
+        gradients = {p: gradient for p in params if (gradient := gradient_of(p)) is not None}
+        norms = summed_norms(dict(zip(gradients, tensor_norms(list(gradients.values())), strict=True)), 2.0)
     return total_norm(norms, 2.0) if norms else None
 
 
 @torch.no_grad()
-def evaluate(loss: SummedLoss, model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
-    """Mean loss per label over ``batches``; nan where no label counts."""
+def evaluate(
+    loss: SummedLoss, model: nn.Module, batches: Iterable[Batch], device: torch.device, world: World | None = None
+) -> float:
+    """Mean loss per label over ``batches``, those of all processes together; nan where no label counts."""
     was_training = model.training
     model.eval()
     total, labels = torch.zeros((), dtype=torch.float64), 0
@@ -93,7 +135,9 @@ def evaluate(loss: SummedLoss, model: nn.Module, batches: Iterable[Batch], devic
         total += loss(batch.inputs, batch.labels, batch.num_labels).double().cpu()
         labels += batch.num_labels
     model.train(was_training)
-    return float(total) / labels if labels else math.nan
+    reshard(model)
+    summed, counted = (World() if world is None else world).total([float(total), labels])
+    return summed / counted if counted else math.nan
 
 
 def check_training(
@@ -144,13 +188,19 @@ def check_finite(
             raise NotFiniteError(f"{name} became {value} {where} at lr={lr:g}; {_after_divergence(last_checkpoint)}")
 
 
-def check_weights(model: nn.Module, step: int, last_checkpoint: Path | None) -> None:
+def check_weights(model: nn.Module, step: int, last_checkpoint: Path | None, world: World | None = None) -> None:
     """Stop a run before it saves trained weights that are NaN or infinite; one launch for many and one read."""
-    trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
-    largest = torch._foreach_norm([p for _, p in trained], float("inf"))
-    if torch.stack([norm.float().to(largest[0].device) for norm in largest]).isfinite().all():
+    parts = [(name, local(p.detach())) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, part) for name, part in parts if part.numel()]
+    bad: list[str] = []
+    if trained:
+        largest = torch._foreach_norm([part for _, part in trained], float("inf"))
+        if not torch.stack([norm.float().to(largest[0].device) for norm in largest]).isfinite().all():
+            bad = [clean_name(name) for (name, _), norm in zip(trained, largest, strict=True) if not norm.isfinite()]
+    found = (World() if world is None else world).gathered(bad)
+    bad = list(dict.fromkeys(name for each in found for name in each))
+    if not bad:
         return
-    bad = [clean_name(name) for (name, _), norm in zip(trained, largest, strict=True) if not norm.isfinite()]
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     raise NotFiniteError(
         f"the weights {bad[0]}{more} are not finite after step {step}; {_after_divergence(last_checkpoint)}"
@@ -168,7 +218,13 @@ def _after_divergence(last_checkpoint: Path | None) -> str:
 
 
 def count_steps(
-    *, batches_per_epoch: int, num_samples: int, batch_size: int, accumulation: int, max_steps: int | None
+    *,
+    batches_per_epoch: int,
+    num_samples: int,
+    batch_size: int,
+    accumulation: int,
+    max_steps: int | None,
+    processes: int = 1,
 ) -> int:
     """Optimizer steps per epoch; micro-batches that do not fill a last step are left out.
 
@@ -179,6 +235,7 @@ def count_steps(
     if steps == 0:
         raise UserError(
             f"dataset: its {num_samples} samples (or packs) do not fill one step of batch_size={batch_size} times "
-            f"gradient_accumulation_steps={accumulation}; lower either, or add data"
+            f"gradient_accumulation_steps={accumulation}{f' in {processes} processes' if processes > 1 else ''}; lower "
+            "either, or add data"
         )
     return steps if max_steps is None else min(steps, max_steps)

@@ -125,12 +125,37 @@ def test_run_hands_torchtunes_recipes_on(shipped, handed_on, words, expected):
     assert handed_on == [[*expected, "--config", str(config), "epochs=1"]]
 
 
-def test_run_hands_a_recipe_file_with_torchrun_options_on_as_a_relative_path(shipped, handed_on):
+@pytest.fixture
+def launched(monkeypatch):
+    """What torchrun was to start, in place of starting it."""
+    from torch.distributed import run as torchrun
+
+    seen = []
+    monkeypatch.setattr(torchrun, "run", seen.append)
+    return seen
+
+
+def test_a_recipe_file_with_torchrun_options_goes_to_torchrun(shipped, launched, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("sub").mkdir()
-    Path("sub/mine.py").write_text(RECIPE)
+    Path("sub/mine.py").write_text("raise SystemExit('imported')")
     Path("mine.yaml").write_text("a: 1\n")
-    assert run("--nproc_per_node", "2", "./sub/mine.py", "--config", "mine.yaml") == 0
-    assert handed_on == [["run", "--nproc_per_node", "2", "sub/mine.py", "--config", str(Path("mine.yaml").absolute())]]
+    assert run("--nproc_per_node", "2", "--max-restarts=1", "./sub/mine.py", "--config", "mine.yaml", "a=2") == 0
+    (options,) = launched
+    assert options.training_script == str(Path("sub/mine.py").absolute())
+    assert options.training_script_args == ["--config", str(Path("mine.yaml").absolute()), "a=2"]
+    assert (options.nproc_per_node, options.max_restarts) == ("2", 1)
+    assert options.shutdown_timeout >= 3600, "processes that save get the time for it"
+    assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_a_mistake_is_told_before_any_process_starts(launched, capsys, tmp_path):
+    arguments = ["full_finetune_distributed", "--config", "tiny_llama_offload_distributed", f"output_dir={tmp_path}/o"]
+    assert run("--nproc_per_node", "2", *arguments, "reduce_dtyp=bf16") == 2
+    assert run("--nproc_per_nodes", "2", *arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "reduce_dtype" in errors[0] and "--nproc" in errors[1]
+    assert launched == [] and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(

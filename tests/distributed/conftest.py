@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.ranks import Ranks
+from tests.recipes.conftest import _workspace, workspace  # noqa: F401
 
 
 @pytest.fixture(scope="session")

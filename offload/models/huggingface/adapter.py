@@ -20,6 +20,7 @@ from offload.models.adapter import fitting_adapter
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 from offload.models.huggingface.quantized import is_in_4bit, plain
 from offload.models.size import num_elements
+from offload.models.tensors import whole
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -261,6 +262,10 @@ class _Merged(Mapping[str, Tensor]):
 def _merged_layer(layer: Any, attribute: str) -> Tensor:
     """A tensor of an adapted layer's base as it is after merging, from a copy of the layer."""
     copied = copy.deepcopy(layer)
+    for module in copied.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if whole(param) is not param:  # of a model that processes share
+                setattr(module, name, nn.Parameter(whole(param.detach()), requires_grad=param.requires_grad))
     if is_in_4bit(copied.get_base_layer()):
         return _merged_with_4bit(copied, attribute)
     _merge(copied)

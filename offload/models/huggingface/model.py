@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.units import clean_name
+from offload.models.blocks import untied
 from offload.models.huggingface.head import Head
 from offload.models.huggingface.packs import Packs
 from offload.models.huggingface.quantized import is_in_4bit
@@ -126,11 +127,18 @@ class HuggingFaceModel:
         )
         return context
 
-    def compile_layers(self) -> None:
+    def _layers(self) -> Iterator[nn.Module]:
         for name, module in self.module.named_modules():
             parent, _, last = name.rpartition(".")
             if last.isdigit() and not any(part.isdigit() for part in parent.split(".")):
-                module.compile()
+                yield module
+
+    def blocks(self) -> list[nn.Module]:
+        return untied([self._model.get_input_embeddings(), *self._layers()], self.head_parameters())
+
+    def compile_layers(self) -> None:
+        for module in self._layers():
+            module.compile()
 
     def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
         """Write weights, under the names of :attr:`module`, in the format that the model came in."""

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPO
 
 from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
+from offload.models.tensors import whole
 from offload.models.torchtune.building import load_weights
 
 
@@ -99,29 +100,65 @@ def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear | DoRALinear))
 
 
-def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model with its adapter merged in, by torchtune's names, on the CPU. The live model is not touched.
+def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """The model with its adapter merged in, by torchtune's names, on the CPU; each weight is made when it is asked
+    for, and the live model is not touched.
 
-    4-bit weights come out in the adapter's dtype.
+    4-bit weights come out in the adapter's dtype. Where processes share the model, all of them ask for the same weights
+    in the same order, and each gets them whole.
     """
-    from torchtune.modules.peft import get_merged_lora_ckpt
-
-    dtype = next(iter(adapter_weights(model).values())).dtype
-    # Not state_dict(): torchtune rounds 4-bit weights to bf16 there, whatever the model computes in.
-    weights = {_plain(name): _plain_tensor(param.detach(), dtype).cpu() for name, param in model.named_parameters()}
-    for name in [name for name in weights if name.endswith(".lora_a.weight")]:
-        # torchtune adds in place; on the CPU this tensor is the live weight.
-        base = name.replace(".lora_a.weight", ".weight")
-        weights[base] = weights[base].clone()
-    config = adapter_config(model)
-    with torch.no_grad():
-        return get_merged_lora_ckpt(weights, rank=config["r"], alpha=config["lora_alpha"])
+    return _Merged(model)
 
 
-def _plain_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+class _Merged(Mapping[str, Tensor]):
+    def __init__(self, model: nn.Module) -> None:
+        adapter = adapter_weights(model)
+        self._dtype = next(iter(adapter.values())).dtype
+        self._config = adapter_config(model)
+        # Not state_dict(): torchtune rounds 4-bit weights to bf16 there, whatever the model computes in.
+        self._params = {_plain(name): param.detach() for name, param in model.named_parameters()}
+        self._names = [name for name in self._params if name not in adapter]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._params:
+            raise KeyError(name)
+        module = name.removesuffix(".weight")
+        beside = (f"{module}.{part}" for part in ("lora_a.weight", "lora_b.weight", "magnitude"))
+        weights = {each: self._whole(each) for each in (name, *beside) if each in self._params}
+        if len(weights) == 1:
+            return weights[name]
+        from torchtune.modules.peft import get_merged_lora_ckpt
+
+        weights[name] = weights[name].clone()  # torchtune adds in place; on the CPU this is the live weight
+        with torch.no_grad():
+            merged = get_merged_lora_ckpt(weights, rank=self._config["r"], alpha=self._config["lora_alpha"])
+        result: Tensor = merged[name]
+        return result
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, without making one."""
+        return sum(
+            tensor.numel() * (self._dtype if is_nf4(tensor) else tensor.dtype).itemsize
+            for tensor in map(self._params.__getitem__, self._names)
+        )
+
+    def _whole(self, name: str) -> Tensor:
+        tensor = whole(self._params[name])
+        return (tensor.to(self._dtype) if is_nf4(tensor) else tensor).cpu()
+
+
+def is_nf4(tensor: Tensor) -> bool:
+    """Whether a weight is in 4 bits."""
     from torchao.dtypes.nf4tensor import NF4Tensor
 
-    return tensor.to(dtype) if isinstance(tensor, NF4Tensor) else tensor
+    return isinstance(tensor, NF4Tensor)
 
 
 def _plain(name: str) -> str:

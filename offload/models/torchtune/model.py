@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from offload.models.blocks import untied
 from offload.models.size import Size, matmul_parameters
 from offload.models.torchtune import lora
 
@@ -42,6 +43,10 @@ class TorchtuneModel:
         head = self._decoder.output
         # A tied head is no module of its own.
         return list(getattr(head, "tied_module", head).parameters())
+
+    def blocks(self) -> list[nn.Module]:
+        embedding = self._decoder.tok_embeddings
+        return [*untied([embedding], self.head_parameters()), *self._decoder.layers]
 
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         logits: Tensor = self._decoder(**inputs)
@@ -89,5 +94,5 @@ class AdaptedTorchtuneModel(TorchtuneModel):
     def adapter_config(self) -> dict[str, Any]:
         return lora.adapter_config(self.module)
 
-    def merged_weights(self) -> dict[str, Tensor]:
+    def merged_weights(self) -> Mapping[str, Tensor]:
         return lora.merged_weights(self.module)

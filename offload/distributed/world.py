@@ -1,0 +1,239 @@
+"""The processes of a run, one for each device: who they are, and what they tell each other.
+
+A run of one process has a world too, of size 1, in which nobody waits for anybody, so that code is the same for both.
+What processes tell each other is small and goes from host to host (gloo): no device is waited for. Every process of the
+world has to make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import UserError
+
+T = TypeVar("T")
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a process waits for the others before it gives up: while one of them saves a large checkpoint."""
+
+
+class PeerError(Exception):
+    """Another process of the world failed, and tells of what.
+
+    Attributes:
+        status: with which it ends.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__("another process failed")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run.
+
+    Attributes:
+        rank: of this one, from 0.
+        size: how many there are.
+        local_rank: of this one among those of its host, from 0.
+        local_size: how many its host has.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that speaks, logs and saves."""
+        return self.rank == 0
+
+    def device(self, chosen: torch.device) -> torch.device:
+        """This process's own of the devices of a kind, made the current one.
+
+        Args:
+            chosen: as the configuration names it.
+
+        Raises:
+            UserError: its host has fewer than processes, or ``chosen`` is one of several.
+        """
+        if self.size == 1 or chosen.type == "cpu":
+            return chosen
+        if chosen.index:
+            raise UserError(
+                f"device: got {chosen}, and each of {self.size} processes takes a device of its own: set "
+                f"device={chosen.type}, and choose among the devices with CUDA_VISIBLE_DEVICES"
+            )
+        count = torch.accelerator.device_count()
+        if self.local_size > count:
+            raise UserError(
+                f"--nproc_per_node {self.local_size}: this machine has {count} devices of the kind {chosen.type}, and "
+                f"each process takes one: use --nproc_per_node {count}, or device=cpu"
+            )
+        torch.accelerator.set_device_index(self.local_rank)
+        return torch.device(chosen.type, self.local_rank)
+
+    # ---- what they tell each other
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the processes; numbers up to 2**53 exactly."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """The greatest of each value over the processes."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], how: Any) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, how)
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor summed over the processes, in place, where it lies; the host does not wait for its device."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gathered(self, value: T) -> list[T]:
+        """Every process's value, by rank; anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, function: Callable[[], T]) -> T:
+        """What ``function`` gives on the main process, on all of them; the others do not call it.
+
+        Raises:
+            Exception: what it raises there, on all of them.
+        """
+        if self.size == 1:
+            return function()
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = function()
+            except Exception as error:
+                answer[1] = error
+                _broadcast([None, _portable(error)])
+                raise
+        answer = _broadcast(answer)
+        if answer[1] is not None:
+            raise answer[1]
+        result: T = answer[0]
+        return result
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what may fail on some processes and not on others: then all leave it with an error.
+
+        Inside, processes tell each other nothing.
+
+        Raises:
+            PeerError: where this process did not fail and another one did.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.greatest([status_of(error)])
+            raise
+        self.check_peers(self.greatest([0.0])[0])
+
+    @staticmethod
+    def check_peers(status: float) -> None:
+        """What the processes that did not fail make of the greatest :func:`status_of`; 0 if none did.
+
+        Raises:
+            PeerError: where one did.
+        """
+        if status:
+            raise PeerError(int(status))
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        self.greatest([0.0])
+
+    def is_first(self, name: str) -> bool:
+        """Whether no other process has asked this before; needs no other process to ask. For what is to be said once,
+        by any."""
+        if self.size == 1:
+            return True
+        store: Any = dist.distributed_c10d._get_default_store()
+        try:
+            return int(store.add(f"offload/{name}", 1)) == 1
+        except RuntimeError:  # whoever keeps it is gone
+            return True
+
+
+def status_of(error: BaseException | None) -> int:
+    """With which status a process ends after an error: 2 for one that the user can mend; 0 for none."""
+    if error is None:
+        return 0
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that another process can have: as it is, or where it cannot be pickled, its text."""
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _broadcast(value: list[Any]) -> list[Any]:
+    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
+    return value
+
+
+def current() -> World:
+    """The world of this process; one of size 1 where it joined none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return World()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+@contextlib.contextmanager
+def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[World]:
+    """Inside, this process is in the world that torchrun started it for, if it did.
+
+    Tensors of an accelerator go by its own backend (nccl, xccl), those of the host by gloo. A device's backend connects
+    when it is first used, so that the world is there before anything is known of devices.
+
+    Args:
+        timeout: how long to wait for other processes, in any collective.
+    """
+    if not is_launched() or dist.is_initialized():
+        yield current()
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backend = "gloo"
+    if found is not None:
+        backend = f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found.type)}"
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        yield current()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""What the recipes for several processes share: how the model is divided, and how a checkpoint is made whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+
+from offload.config.loading import AtLeast
+from offload.device import DTYPES
+from offload.distributed.sharding import find_mesh, shard
+from offload.errors import UserError
+from offload.training import gathered
+from offload.training.finetune import FinetuneRecipe
+from offload.training.settings import TrainSettings
+
+
+@dataclass(kw_only=True)
+class DistributedSettings(TrainSettings):
+    """What both recipes for several processes read beside the others' keys."""
+
+    reshard_after_forward: bool | int = True
+    """give each layer's gathered weights back after its forward and gather them again in backward (True); keep them
+    (False: a third less traffic, the whole model on each device); or keep them divided among so many processes"""
+    data_parallel_replicate_dim: Annotated[int, AtLeast(1)] = 1
+    """so many replicas of the model, each divided among an equal part of the processes: the number of hosts keeps the
+    traffic of weights within each"""
+    reduce_dtype: Literal["fp32", "bf16"] | None = "fp32"
+    """in which processes sum gradients; null: in dtype. bf16 moves half the bytes"""
+
+
+class DistributedFinetuneRecipe(FinetuneRecipe):
+    """A model divided among the processes of :attr:`world`, each with a part of every micro-batch."""
+
+    is_distributed: ClassVar[bool] = True
+    settings: DistributedSettings
+
+    @property
+    def loading_device(self) -> torch.device:
+        """Where a model is put that is whole: one device need not have room for it."""
+        return self.device if self.world.size == 1 else gathered.LOADED_ON
+
+    def divide(self) -> None:
+        """Leave each process its part of the model's parameters, on its device."""
+        if self.world.size == 1:
+            return
+        settings = self.settings
+        mesh = find_mesh(self.world, self.device, replicate=settings.data_parallel_replicate_dim)
+        try:
+            shard(
+                self.model,
+                self.parts.blocks(),
+                mesh,
+                reshard_after_forward=settings.reshard_after_forward,
+                reduce_dtype=None if settings.reduce_dtype is None else DTYPES[settings.reduce_dtype],
+            )
+        except (NotImplementedError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"model: {type(self.model).__name__} cannot be divided among processes by FSDP2: "
+                f"{' '.join(str(error).split())}; use a *_single_device recipe"
+            ) from error

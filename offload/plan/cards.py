@@ -1,4 +1,4 @@
-"""Known cards by name: the memory that a process can have on each."""
+"""Known cards by name: the memory that a process can have on each, how fast that is, and the link to the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from offload.component import nearest
 from offload.errors import UserError
+from offload.plan import peaks
 
 GIB = 2**30
 
@@ -23,13 +24,26 @@ class Card:
         name: as its maker writes it.
         nominal: GB on the box; GiB in fact.
         source: of ``nominal``, or of ``reported``.
+        bandwidth: of its memory, GB/s.
+        link: PCIe generation and lanes.
         reported: GiB, what torch reports as the total; None where nobody was seen to say it.
+        sheet: its maker's page, where that is not ``source``.
     """
 
     name: str
     nominal: int
     source: str
+    bandwidth: int
+    link: tuple[int, int] = (4, 16)
     reported: float | None = None
+    sheet: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Of dense bf16 products with fp32 accumulation, a second, as its maker states them."""
+        row = peaks.find_card(self.name)
+        assert row is not None
+        return row.bf16_tflops * peaks.TERA
 
     @property
     def memory(self) -> int:
@@ -43,39 +57,74 @@ _STATION = "https://www.nvidia.com/en-us/design-visualization/{}/"
 _TOTALS = "scripts/config_memory.py: torch's total on such a card"
 
 CARDS = (
-    Card("RTX 3060 12GB", 12, _TOTALS, 11.63),
-    Card("RTX 3080 10GB", 10, _GEFORCE.format("30-series/rtx-3080-3080ti")),
-    Card("RTX 3080 Ti", 12, _GEFORCE.format("30-series/rtx-3080-3080ti")),
-    Card("RTX 3090", 24, _GEFORCE.format("30-series/rtx-3090-3090ti")),
-    Card("RTX 3090 Ti", 24, _GEFORCE.format("30-series/rtx-3090-3090ti")),
-    Card("RTX 4060", 8, _TOTALS, 7.63),
-    Card("RTX 4060 Ti 8GB", 8, _GEFORCE.format("40-series/rtx-4060-4060ti")),
-    Card("RTX 4060 Ti 16GB", 16, _GEFORCE.format("40-series/rtx-4060-4060ti")),
-    Card("RTX 4070", 12, _GEFORCE.format("40-series/rtx-4070-family")),
-    Card("RTX 4070 SUPER", 12, _GEFORCE.format("40-series/rtx-4070-family")),
-    Card("RTX 4070 Ti", 12, _GEFORCE.format("40-series/rtx-4070-family")),
-    Card("RTX 4070 Ti SUPER", 16, _GEFORCE.format("40-series/rtx-4070-family")),
-    Card("RTX 4080", 16, _GEFORCE.format("40-series/rtx-4080-family")),
-    Card("RTX 4080 SUPER", 16, _TOTALS, 15.60),
-    Card("RTX 4090", 24, "https://github.com/ali-vilab/VGen/issues/104", 23.64),
-    Card("RTX 5060 Ti 8GB", 8, _GEFORCE.format("50-series/rtx-5060-family")),
-    Card("RTX 5060 Ti 16GB", 16, _GEFORCE.format("50-series/rtx-5060-family")),
-    Card("RTX 5070", 12, _GEFORCE.format("50-series/rtx-5070-family")),
-    Card("RTX 5070 Ti", 16, _GEFORCE.format("50-series/rtx-5070-family")),
-    Card("RTX 5080", 16, _GEFORCE.format("50-series/rtx-5080")),
-    Card("RTX 5090", 32, _TOTALS, 31.36),
-    Card("RTX A4000", 16, "https://github.com/DengKaiCQ/VGGT-Long/issues/6", 15.61),
-    Card("RTX A5000", 24, _STATION.format("rtx-a5000")),
-    Card("RTX A6000", 48, _STATION.format("rtx-a6000")),
+    Card("RTX 3060 12GB", 12, _TOTALS, 360, reported=11.63, sheet=_GEFORCE.format("30-series/rtx-3060-3060ti")),
+    Card("RTX 3080 10GB", 10, _GEFORCE.format("30-series/rtx-3080-3080ti"), 760),
+    Card("RTX 3080 Ti", 12, _GEFORCE.format("30-series/rtx-3080-3080ti"), 912),
+    Card("RTX 3090", 24, _GEFORCE.format("30-series/rtx-3090-3090ti"), 936),
+    Card("RTX 3090 Ti", 24, _GEFORCE.format("30-series/rtx-3090-3090ti"), 1008),
+    Card("RTX 4060", 8, _TOTALS, 272, link=(4, 8), reported=7.63, sheet=_GEFORCE.format("40-series/rtx-4060-4060ti")),
+    Card("RTX 4060 Ti 8GB", 8, _GEFORCE.format("40-series/rtx-4060-4060ti"), 288, link=(4, 8)),
+    Card("RTX 4060 Ti 16GB", 16, _GEFORCE.format("40-series/rtx-4060-4060ti"), 288, link=(4, 8)),
+    Card("RTX 4070", 12, _GEFORCE.format("40-series/rtx-4070-family"), 504),
+    Card("RTX 4070 SUPER", 12, _GEFORCE.format("40-series/rtx-4070-family"), 504),
+    Card("RTX 4070 Ti", 12, _GEFORCE.format("40-series/rtx-4070-family"), 504),
+    Card("RTX 4070 Ti SUPER", 16, _GEFORCE.format("40-series/rtx-4070-family"), 672),
+    Card("RTX 4080", 16, _GEFORCE.format("40-series/rtx-4080-family"), 717),
+    Card("RTX 4080 SUPER", 16, _TOTALS, 736, reported=15.60, sheet=_GEFORCE.format("40-series/rtx-4080-family")),
+    Card(
+        "RTX 4090",
+        24,
+        "https://github.com/ali-vilab/VGen/issues/104",
+        1008,
+        reported=23.64,
+        sheet=_GEFORCE.format("40-series/rtx-4090"),
+    ),
+    Card("RTX 5060 Ti 8GB", 8, _GEFORCE.format("50-series/rtx-5060-family"), 448, link=(5, 8)),
+    Card("RTX 5060 Ti 16GB", 16, _GEFORCE.format("50-series/rtx-5060-family"), 448, link=(5, 8)),
+    Card("RTX 5070", 12, _GEFORCE.format("50-series/rtx-5070-family"), 672, link=(5, 16)),
+    Card("RTX 5070 Ti", 16, _GEFORCE.format("50-series/rtx-5070-family"), 896, link=(5, 16)),
+    Card("RTX 5080", 16, _GEFORCE.format("50-series/rtx-5080"), 960, link=(5, 16)),
+    Card("RTX 5090", 32, _TOTALS, 1792, link=(5, 16), reported=31.36, sheet=_GEFORCE.format("50-series/rtx-5090")),
+    Card(
+        "RTX A4000",
+        16,
+        "https://github.com/DengKaiCQ/VGGT-Long/issues/6",
+        448,
+        reported=15.61,
+        sheet=_STATION.format("rtx-a4000"),
+    ),
+    Card("RTX A5000", 24, _STATION.format("rtx-a5000"), 768),
+    Card("RTX A6000", 48, _STATION.format("rtx-a6000"), 768),
     # With error correction on, as it was there.
-    Card("RTX 6000 Ada", 48, "https://github.com/DINGYANB/MTVCrafter/issues/21", 44.43),
-    Card("L4", 24, _CENTRE.format("l4")),
-    Card("L40S", 48, _TOTALS, 44.40),
-    Card("A10", 24, _CENTRE.format("products/a10-gpu")),
-    Card("A100 40GB", 40, "https://github.com/TianheWu/CoSeR/issues/10", 39.50),
-    Card("A100 80GB", 80, "https://github.com/HiDream-ai/VAREdit/issues/6", 79.25),
-    Card("H100", 80, _TOTALS, 79.10),
-    Card("H200", 141, _CENTRE.format("h200")),
+    Card(
+        "RTX 6000 Ada",
+        48,
+        "https://github.com/DINGYANB/MTVCrafter/issues/21",
+        960,
+        reported=44.43,
+        sheet=_STATION.format("rtx-6000"),
+    ),
+    Card("L4", 24, _CENTRE.format("l4"), 300),
+    Card("L40S", 48, _TOTALS, 864, reported=44.40, sheet=_CENTRE.format("l40s")),
+    Card("A10", 24, _CENTRE.format("products/a10-gpu"), 600),
+    Card(
+        "A100 40GB",
+        40,
+        "https://github.com/TianheWu/CoSeR/issues/10",
+        1555,
+        reported=39.50,
+        sheet=_CENTRE.format("a100"),
+    ),
+    Card(
+        "A100 80GB",
+        80,
+        "https://github.com/HiDream-ai/VAREdit/issues/6",
+        2039,
+        reported=79.25,
+        sheet=_CENTRE.format("a100"),
+    ),
+    Card("H100", 80, _TOTALS, 3350, link=(5, 16), reported=79.10, sheet=_CENTRE.format("h100")),
+    Card("H200", 141, _CENTRE.format("h200"), 4800, link=(5, 16)),
 )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload.metrics import flops
-from offload.metrics.flops import PEAKS, find_card, flops_per_token, mfu, peak_flops
+from offload.metrics.flops import flops_per_token, mfu, peak_flops
 from offload.models.size import matmul_parameters
 from offload.models.torchtune import TorchtuneModel
+from offload.plan.peaks import PEAKS, find_card
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, TOKENS = 3, 4, 2, 8, 48, 64, 16
 WIDTH = HEADS * HEAD_DIM
@@ -144,9 +145,11 @@ def test_mfu() -> None:
     ("device_name", "card"),
     [
         ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "GeForce RTX 3090 Ti"),
+        ("NVIDIA GeForce RTX 3060 Ti", None),
         ("NVIDIA GeForce RTX 4060 Ti", "GeForce RTX 4060 Ti"),
-        ("NVIDIA GeForce RTX 4070 Ti", None),
+        ("NVIDIA GeForce RTX 4070", "GeForce RTX 4070"),
+        ("NVIDIA GeForce RTX 4070 Ti", "GeForce RTX 4070 Ti"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti SUPER"),
         ("NVIDIA GeForce RTX 4080", "GeForce RTX 4080"),
         ("NVIDIA GeForce RTX 4080 SUPER", "GeForce RTX 4080 SUPER"),
@@ -193,6 +196,17 @@ def test_every_row_has_a_source_and_dense_numbers() -> None:
     rates = {card.name: card.bf16_tflops for card in PEAKS}
     # A GeForce does 4 bf16 FLOPs per core and clock: a sparse or fp16-accumulate number is out by a factor.
     cores_times_ghz = {
+        "GeForce RTX 3060": 3584 * 1.78,
+        "GeForce RTX 3080": 8704 * 1.71,
+        "GeForce RTX 3080 Ti": 10240 * 1.665,
+        "GeForce RTX 3090 Ti": 10752 * 1.86,
+        "GeForce RTX 4060": 3072 * 2.46,
+        "GeForce RTX 4070": 5888 * 2.475,
+        "GeForce RTX 4070 SUPER": 7168 * 2.475,
+        "GeForce RTX 4070 Ti": 7680 * 2.61,
+        "GeForce RTX 5060 Ti": 4608 * 2.57,
+        "GeForce RTX 5070": 6144 * 2.51,
+        "GeForce RTX 5070 Ti": 8960 * 2.45,
         "GeForce RTX 4060 Ti": 4352 * 2.535,
         "GeForce RTX 4070 Ti SUPER": 8448 * 2.61,
         "GeForce RTX 4080": 9728 * 2.505,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.engine import units
 from offload.engine.runtime import Event, Runtime
+from offload.optim import cpu, gpu
+from offload.optim.formats import Item
 from offload.optimizer import OffloadOptimizer
 from offload.plan.workload import Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator, Span
@@ -34,6 +36,7 @@ class Result:
         compute: of them, forward and backward.
         busy: for each agent, the seconds per step that it works.
         trace: who did what when, in one step, from the beginning of its forward.
+        micro_batch: of three micro-batches or more, what the second takes; otherwise the whole step.
         first: memory of construction and the first step.
         steady: memory of the steps in the steady state.
         pinned_late: bytes of host memory that were page-locked after construction.
@@ -48,6 +51,7 @@ class Result:
     steady: Use
     pinned_late: int
     out_of_memory: str = ""
+    micro_batch: float = math.nan
 
     @property
     def exposed(self) -> float:
@@ -138,12 +142,12 @@ class _Loss(nn.Module):
     """The head and the loss in one, chunk by chunk: both gradients are there when forward is done."""
 
     def __init__(
-        self, simulator: SimulatedAccelerator, seconds: tuple[float, float], weight: Tensor, logits: int
+        self, simulator: SimulatedAccelerator, seconds: tuple[float, float], weight: Tensor | None, logits: int
     ) -> None:
         super().__init__()
         self.simulator, self.logits = simulator, logits
         self.forward_seconds, self.backward_seconds = seconds
-        self.weight = nn.Parameter(weight)
+        self.weight = None if weight is None else nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return _RunLoss.apply(x, self, self.weight)
@@ -151,13 +155,13 @@ class _Loss(nn.Module):
 
 class _RunLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: _Loss, weight: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: _Loss, weight: nn.Parameter | None) -> Tensor:
         ctx.loss = loss
         with loss.simulator.purpose("logits"):
             logits = torch.empty(loss.logits, dtype=torch.uint8)
         loss.simulator.compute(loss.forward_seconds, "head: forward")
         with loss.simulator.purpose("gradients"):
-            of_weight = torch.ones_like(weight)  # every chunk's product is added to it
+            of_weight = None if weight is None else torch.ones_like(weight)  # every chunk's product is added to it
         del logits
         with loss.simulator.purpose("activations"):
             of_input = torch.empty_like(x)
@@ -168,7 +172,7 @@ class _RunLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (of_input, of_weight), ctx.gradients = ctx.gradients, None
         ctx.loss.simulator.compute(ctx.loss.backward_seconds, "head: backward")
-        return of_input.mul_(1.0), None, of_weight.mul_(1.0)
+        return of_input.mul_(1.0), None, None if of_weight is None else of_weight.mul_(1.0)
 
 
 def _layer(simulator: SimulatedAccelerator, name: str, machine: Machine, load: Workload) -> _Layer:
@@ -176,13 +180,12 @@ def _layer(simulator: SimulatedAccelerator, name: str, machine: Machine, load: W
     number = len(load.tensors)
     activations = load.activations
     stages = []
-    for index, count in enumerate(load.tensors):
-        forward = load.forward_flops(count) / machine.flops
+    for index, (count, seconds) in enumerate(zip(load.tensors, load.stage_seconds(machine), strict=True)):
         stages.append(
             _Stage(
                 simulator,
                 name,
-                seconds=(forward, 2 * forward),
+                seconds=seconds,
                 launches=(_share(load.launches[0], index, number), _share(load.launches[1], index, number)),
                 weight=_parameter(load, count),
                 kept=0 if activations is None else _bytes(load, activations.kept[index]),
@@ -215,11 +218,11 @@ def _model(simulator: SimulatedAccelerator, machine: Machine, load: Workload) ->
             model.add_module("embedding", embedding)
         for index in range(load.layers):
             model.add_module(str(index), _layer(simulator, str(index), machine, load))
-        if load.edge:
-            forward = load.forward_flops(load.edge) / machine.flops
+        if load.edge or load.passes:
+            seconds = load.head_seconds(machine)
             logits = 0 if load.activations is None else load.activations.logits / load.activations.chunks
-            weight = _parameter(load, load.edge)
-            model.add_module("head", _Loss(simulator, (forward, 2 * forward), weight, _bytes(load, logits)))
+            of_head = _parameter(load, load.head_elements) if load.head_elements else None
+            model.add_module("head", _Loss(simulator, seconds, of_head, _bytes(load, logits)))
     return model
 
 
@@ -243,11 +246,50 @@ def _small_chunks(shrink: int) -> Iterator[None]:
 WARM_UP, MEASURED = 3, 3
 """Steps: the first creates states, the next settle into the rhythm that goes on."""
 
-Stepper = Callable[[], None]
+QUICK = (2, 1)
+"""Of these as few as tell the step to a percent or two."""
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What surrounds forward and backward.
+
+    Attributes:
+        step: after the last micro-batch's backward.
+        accumulate: a context for the backward of those before it.
+    """
+
+    step: Callable[[], None]
+    accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@contextmanager
+def _counting_packed_updates() -> Iterator[None]:
+    """The packed AdamW's kernels, which torch does not see, take their memory traffic."""
+    with mock.patch.object(cpu, "update", _touch), mock.patch.object(gpu, "update", _touch):
+        yield
+
+
+def _touch(items: Sequence[Item], scale: Tensor | None = None) -> None:
+    for item in items:
+        states = (item.exp_avg, item.exp_avg_sq, item.exp_avg_scale, item.exp_avg_sq_scale, item.remainder)
+        written = [item.param, *(state for state in states if state is not None)]
+        torch.ops.offload_replay.update(item.grad, [tensor.detach() for tensor in written])
+
+
+_LIBRARY = torch.library.Library("offload_replay", "FRAGMENT")
+_LIBRARY.define("update(Tensor gradient, Tensor(a!)[] written) -> ()")
+_LIBRARY.impl("update", lambda gradient, written: None, "CompositeExplicitAutograd")
 
 
 def replay(
-    machine: Machine, load: Workload, *, memory: int | None = None, waits_per_unit: bool = True, **optimizer: Any
+    machine: Machine,
+    load: Workload,
+    *,
+    memory: int | None = None,
+    waits_per_unit: bool = True,
+    steps: tuple[int, int] = (WARM_UP, MEASURED),
+    **optimizer: Any,
 ) -> Result:
     """The steady state of training on a machine.
 
@@ -256,10 +298,11 @@ def replay(
         load: what is trained.
         memory: bytes of the device; None for as many as it takes.
         waits_per_unit: the forward waits for each unit's update; otherwise ``step()`` waits for all.
+        steps: before the steady state, and in it.
         **optimizer: arguments of :class:`offload.OffloadOptimizer`.
     """
 
-    def build(simulator: SimulatedAccelerator, model: nn.Module) -> Stepper:
+    def build(simulator: SimulatedAccelerator, model: nn.Module) -> _Training:
         given = model if waits_per_unit else None
         in_flight = optimizer.pop("in_flight_gib", 1.0) / load.shrink
         built = _Simulated(
@@ -270,16 +313,17 @@ def replay(
             built.step()
             built.zero_grad()
 
-        return step
+        return _Training(step, built.accumulate)
 
-    return _run(machine, load, memory, build)
+    with _counting_packed_updates():
+        return _run(machine, load, memory, build, steps)
 
 
 def replay_compute(machine: Machine, load: Workload) -> Result:
     """Forward and backward without any optimizer."""
 
-    def build(simulator: SimulatedAccelerator, model: nn.Module) -> Stepper:
-        return lambda: model.zero_grad()
+    def build(simulator: SimulatedAccelerator, model: nn.Module) -> _Training:
+        return _Training(lambda: model.zero_grad())
 
     return _run(machine, load, None, build)
 
@@ -291,7 +335,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
     Source: https://github.com/pytorch/ao/blob/main/torchao/optim/cpu_offload.py
     """
 
-    def build(simulator: SimulatedAccelerator, model: nn.Module) -> Stepper:
+    def build(simulator: SimulatedAccelerator, model: nn.Module) -> _Training:
         hosts: dict[Tensor, nn.Parameter] = {}
         optimizers: dict[Tensor, torch.optim.Optimizer] = {}
         arrived: dict[Tensor, Event] = {}
@@ -331,7 +375,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
             simulator.wait(uploads[-1])
             arrived.clear()
 
-        return step
+        return _Training(step)
 
     return _run(machine, load, None, build)
 
@@ -348,8 +392,10 @@ def _run(
     machine: Machine,
     load: Workload,
     memory: int | None,
-    build: Callable[[SimulatedAccelerator, nn.Module], Stepper],
+    build: Callable[[SimulatedAccelerator, nn.Module], _Training],
+    steps: tuple[int, int] = (WARM_UP, MEASURED),
 ) -> Result:
+    warm_up, measured = steps
     simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory)
     begins: list[float] = []
     first: Use | None = None
@@ -357,24 +403,26 @@ def _run(
     try:
         with simulator, _small_chunks(load.shrink):
             model = _model(simulator, machine, load)
-            step = build(simulator, model)
+            training = build(simulator, model)
             pins = len(simulator.pins)
             passing = 1 if load.activations is None else _bytes(load, load.activations.passing) // 2
-            for number in range(WARM_UP + MEASURED + 1):
+            for number in range(warm_up + measured + 1):
                 place = f"step {number + 1}"
-                if number in (1, WARM_UP):
+                if number in (1, warm_up):
                     first = first or simulator.memory.use()
                     simulator.memory.reset_peak()
-                with simulator.purpose("activations"):
-                    x = torch.zeros(passing, dtype=torch.bfloat16)
-                # Where the compute stream stands once it has waited for what the first layer needs.
-                handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
-                y = model(x)
-                handle.remove()
-                del x
-                y.sum().backward()
-                del y
-                step()
+                for micro_batch in range(load.micro_batches):
+                    with simulator.purpose("activations"):
+                        x = torch.zeros(passing, dtype=torch.bfloat16)
+                    # Where the compute stream stands once it has waited for what the first layer needs.
+                    handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
+                    y = model(x)
+                    handle.remove()
+                    del x
+                    with nullcontext() if micro_batch == load.micro_batches - 1 else training.accumulate():
+                        y.sum().backward()
+                    del y
+                training.step()
             trace = list(simulator.trace)
     except torch.OutOfMemoryError as error:
         message = f"{place}: {error}"
@@ -382,19 +430,21 @@ def _run(
     late = sum(pin.nbytes for pin in simulator.pins[pins:])
     if message:
         return Result(math.inf, math.inf, {}, [], first or steady, steady, late, message)
-    begin, end = begins[WARM_UP], begins[WARM_UP + MEASURED]
+    first_of, last_of = warm_up * load.micro_batches, (warm_up + measured) * load.micro_batches
+    begin, end = begins[first_of], begins[last_of]
     inside = [span for span in trace if begin <= span.start < end]
     busy: dict[str, float] = {}
     for span in inside:
         agent = span.agent.partition("#")[0]  # a thread that was started again
-        busy[agent] = busy.get(agent, 0.0) + (span.end - span.start) / MEASURED
+        busy[agent] = busy.get(agent, 0.0) + (span.end - span.start) / measured
     assert first is not None
     return Result(
-        step=(end - begin) / MEASURED,
+        step=(end - begin) / measured,
         compute=busy["compute"],
         busy=busy,
-        trace=list(_within(trace, begins[WARM_UP], begins[WARM_UP + 1])),
+        trace=list(_within(trace, begin, begins[first_of + load.micro_batches])),
         first=first,
         steady=steady,
         pinned_late=late,
+        micro_batch=begins[first_of + 2] - begins[first_of + 1] if load.micro_batches > 2 else (end - begin) / measured,
     )

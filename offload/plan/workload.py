@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -134,19 +135,35 @@ def llama_activations(dim: int, hidden: int, heads: int, vocabulary: int) -> Act
 
 
 @dataclass(frozen=True)
+class Passes:
+    """Seconds of forward and backward of one micro-batch on one machine; recomputation is not among them.
+
+    Attributes:
+        layer: of a layer, forward and backward.
+        edge: of the embedding, the head and the loss.
+    """
+
+    layer: tuple[float, float]
+    edge: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Workload:
-    """A model of equal layers, and the tokens of a step.
+    """A model of equal layers, and the tokens of a micro-batch.
 
     Attributes:
         layers: number of layers.
-        tensors: elements of each tensor of a layer.
-        tokens: tokens of a step, in one forward and backward.
+        tensors: elements of each tensor of a layer that is trained.
+        tokens: of one forward and backward.
         edge: elements of the embedding, and of the head.
+        head: elements of the head where they are not as many: 0 where it is the embedding.
         dtype: of parameters, gradients and, for torch's optimizers, states.
         recompute: layers' forwards run again in backward (activation checkpointing).
         shrink: how many times smaller the simulated tensors are.
         activations: what a step keeps beside; None for nothing.
         launches: kernels of a layer's forward, and of its backward without the second forward.
+        passes: what forward and backward take; None: as long as the products with the weights of ``tensors``.
+        micro_batches: forwards and backwards of a step.
     """
 
     layers: int
@@ -158,10 +175,43 @@ class Workload:
     shrink: int = 65536
     activations: Activations | None = None
     launches: tuple[int, int] = (1, 1)
+    head: int | None = None
+    passes: Passes | None = None
+    micro_batches: int = 1
+
+    @property
+    def head_elements(self) -> int:
+        return self.edge if self.head is None else self.head
 
     @property
     def parameters(self) -> int:
-        return self.layers * sum(self.tensors) + 2 * self.edge
+        return self.layers * sum(self.tensors) + self.edge + self.head_elements
+
+    def stage_seconds(self, machine: Machine) -> list[tuple[float, float]]:
+        """Forward and backward of each tensor's part of a layer, without recomputation."""
+        if self.passes is None:
+            products = [self.forward_flops(count) / machine.flops for count in self.tensors]
+            return [(forward, 2 * forward) for forward in products]
+        total = sum(self.tensors)
+        return [tuple(count / total * seconds for seconds in self.passes.layer) for count in self.tensors]  # type: ignore[misc]
+
+    def head_seconds(self, machine: Machine) -> tuple[float, float]:
+        """Of the embedding, the head and the loss together."""
+        if self.passes is not None:
+            return self.passes.edge
+        forward = self.forward_flops(self.head_elements) / machine.flops
+        return forward, 2 * forward
+
+    def coarse(self, tensors: int = 3) -> Workload:
+        """With a layer's neighbouring tensors joined to about so many, which a replay tells hardly apart; and shrunk
+        less, so that few of the bytes are what tensors are rounded up by."""
+        share = sum(self.tensors) / tensors
+        joined = [0]
+        for count in self.tensors:
+            if joined[-1] and joined[-1] + count > 1.05 * share:
+                joined.append(0)
+            joined[-1] += count
+        return dataclasses.replace(self, tensors=tuple(joined), activations=None, shrink=min(self.shrink, 2**14))
 
     def forward_flops(self, elements: int) -> float:
         """Of the matrix products with so many weights; attention's own are left out."""

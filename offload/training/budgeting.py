@@ -99,7 +99,7 @@ class Planner:
             )
         return found
 
-    def _known_model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
+    def model_of(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
         """The model with its tensors on the meta device."""
         key = repr(settings.model), repr(getattr(settings, "adapter", None)), dtype
         if key not in self._models:
@@ -107,7 +107,7 @@ class Planner:
         return self._models[key]
 
     def _plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding) -> Plan:
-        parts, rounded = self._known_model(settings, dtype)
+        parts, rounded = self.model_of(settings, dtype)
         params = list(parts.module.parameters())
         named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
         numbers = sum(p.numel() for p in params), sum(p.numel() for _, p in named)

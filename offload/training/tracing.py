@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,15 @@ def _extrapolated(model: CausalLM, settings: TrainSettings, batch: int, length: 
 
 
 def _trace(model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, number: int) -> Footprint:
-    """Of a copy of the model with its first ``number`` layers alone."""
+    few, step = shortened(model, settings, batch, length, number=number)
+    return footprint(few.module, step, keeps_gradients=keeps, layers=list(layers_of(few.module)))
+
+
+def shortened(
+    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, number: int
+) -> tuple[CausalLM, Callable[[], Tensor]]:
+    """A copy of the model with its first ``number`` layers alone, ready to train; and what computes its loss on
+    ``batch`` sequences of ``length`` tokens."""
     layers = _layers(model.module)
     whole = layers.modules
     if layers.name:
@@ -130,4 +139,4 @@ def _trace(model: CausalLM, settings: TrainSettings, batch: int, length: int, *,
         loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters: tensors without memory are there now
         return loss({"tokens": ids}, ids, ids.numel())
 
-    return footprint(model.module, step, keeps_gradients=keeps, layers=list(layers_of(model.module)))
+    return model, step

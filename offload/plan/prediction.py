@@ -1,0 +1,222 @@
+"""How long a step takes on a machine, and what it waits for: compute from the work counted, the optimizer replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.plan.efficiency import ATTENTION
+from offload.plan.replay import QUICK, Result, replay, replay_torchao
+from offload.plan.work import Amount, Work
+from offload.plan.workload import Machine, Passes, Workload
+
+COMPUTE, UP, DOWN, CPU_UPDATE, GPU_UPDATE = (
+    "forward and backward",
+    "link, host to GPU",
+    "link, GPU to host",
+    "update on the CPU",
+    "update on the GPU",
+)
+
+_AGENTS = {"compute": COMPUTE, "up": UP, "down": DOWN, "offload-host": CPU_UPDATE, "torchao": CPU_UPDATE,
+           "update": GPU_UPDATE}  # fmt: skip
+
+EXPOSED = 0.03
+"""Of a step, what may be exposed while compute is still said to be what bounds it."""
+
+REPLAYED_MICRO_BATCHES = 3
+"""The first waits for updates, the last brings them, and those between are all alike."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a run's settings decides when its optimizer works.
+
+    Attributes:
+        strategy: ``resident``, ``stream`` or ``host``; ``torchao`` for its CPU offload; ``plain`` for an optimizer that
+            runs after backward, on the device.
+        state_bytes: of all states, for each element that is trained.
+        update_in_backward: as :class:`offload.OffloadOptimizer`'s; so are the next three.
+        offload_gradients: gradients go to the host as soon as they are there.
+        in_flight_gib: device memory for what is under way.
+        offloaded: share of the states that ``stream`` takes to the host.
+        micro_batches: forwards and backwards of a step.
+        offload_states: rules with the replay's names (``exp_avg/<layer>.<tensor>.weight``) in place of ``offloaded``.
+    """
+
+    strategy: str
+    state_bytes: float
+    update_in_backward: bool = False
+    offload_gradients: bool = False
+    in_flight_gib: float = 1.0
+    offloaded: float = 1.0
+    micro_batches: int = 1
+    offload_states: Any = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in the steady state.
+
+    Attributes:
+        step_seconds: from one step to the next.
+        tokens_per_second: of full micro-batches.
+        compute_seconds: of a step's forwards and backwards.
+        exposed_seconds: that forward and backward wait for the optimizer.
+        bottleneck: what a faster one of would shorten the step most: COMPUTE, UP, DOWN, CPU_UPDATE or GPU_UPDATE.
+        busy: seconds of a step that each of these works.
+        result: the replay of at most three micro-batches; None where nothing had to be replayed.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    compute_seconds: float
+    exposed_seconds: float
+    bottleneck: str
+    busy: Mapping[str, float]
+    result: Result | None = field(default=None, repr=False, compare=False)
+
+
+def seconds(amount: Amount, machine: Machine, fused: float = 1.0) -> float:
+    """What work takes on the device itself.
+
+    Args:
+        fused: of the bytes that operations move, those that are left when a compiler has joined them.
+    """
+    products = max(amount.products / machine.flops, amount.weights / machine.device)
+    return products + amount.attention / (ATTENTION * machine.flops) + fused * amount.moved / machine.device
+
+
+def passes(work: Work, machine: Machine, *, recompute: bool, fused: float = 1.0) -> Passes:
+    """Of :class:`Work` on a machine. The layers' recomputation, which the replay adds, is taken off their backward."""
+    forward, backward = (seconds(amount, machine, fused) for amount in work.layer)
+    if recompute:
+        backward = max(0.0, backward - forward)
+    first, last = (seconds(amount, machine, fused) for amount in work.edge)
+    return Passes((forward, backward), (first, last))
+
+
+def predict(workload: Workload, machine: Machine, settings: Settings) -> Prediction:
+    """The steady state of training.
+
+    Args:
+        workload: one micro-batch's, with :attr:`~Workload.passes` from :func:`passes` (or without, for products alone).
+        machine: rates.
+        settings: when the optimizer works; its micro-batches replace those of ``workload``.
+    """
+    return _predict(workload.coarse(), machine, settings)
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict(load: Workload, machine: Machine, settings: Settings) -> Prediction:
+    tokens = load.tokens * settings.micro_batches
+    if settings.strategy == "plain" or not load.parameters:
+        compute = settings.micro_batches * compute_seconds(load, machine)
+        update = load.parameters * (settings.state_bytes * 2 + 3 * load.dtype.itemsize) / machine.device
+        busy = {COMPUTE: compute, GPU_UPDATE: update}
+        return _prediction(compute + update, tokens, compute, busy, None)
+    replayed = min(settings.micro_batches, REPLAYED_MICRO_BATCHES)
+    more = settings.micro_batches - replayed
+    result = _replayed(dataclasses.replace(load, micro_batches=replayed), machine, settings)
+    between = compute_seconds(load, machine)
+    busy = {}
+    for agent, worked in result.busy.items():
+        if agent in _AGENTS:
+            busy[_AGENTS[agent]] = worked
+    busy[COMPUTE] += more * between
+    if settings.offload_gradients:  # what each of the micro-batches that were not replayed adds
+        busy[DOWN] = busy.get(DOWN, 0.0) + more * load.parameters * load.dtype.itemsize / machine.down
+    step = result.step + more * max(between, result.micro_batch if more else 0.0)
+    return _prediction(step, tokens, result.compute + more * between, busy, result)
+
+
+def _prediction(
+    step: float, tokens: int, compute: float, busy: Mapping[str, float], result: Result | None
+) -> Prediction:
+    exposed = max(0.0, step - compute)
+    others = {name: worked for name, worked in busy.items() if name != COMPUTE}
+    waits = exposed > EXPOSED * step and others
+    bottleneck = max(others, key=lambda name: others[name]) if waits else COMPUTE
+    return Prediction(step, tokens / step, compute, exposed, bottleneck, dict(busy), result)
+
+
+def compute_seconds(load: Workload, machine: Machine) -> float:
+    """Forward and backward of a micro-batch, recomputation included, as the device needs them or the host launches."""
+    forward, backward = (sum(part) for part in zip(*load.stage_seconds(machine), strict=True))
+    again = forward if load.recompute else 0.0
+    launched = machine.launch * (load.launches[0] * (2 if load.recompute else 1) + load.launches[1])
+    return load.layers * max(forward + backward + again, launched) + sum(load.head_seconds(machine))
+
+
+def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
+    """Seconds of a step without a replay, to rank settings before the best of them are replayed.
+
+    Backward hides what the link or the CPU do in it, and the next forward what is done after it; in the middle, memory
+    in flight makes backward wait.
+    """
+    forward, backward = (sum(part) for part in zip(*workload.stage_seconds(machine), strict=True))
+    if workload.recompute:
+        backward += forward
+    head = workload.head_seconds(machine)
+    forward, backward = workload.layers * forward + head[0], workload.layers * backward + head[1]
+    compute = settings.micro_batches * (forward + backward)
+    width, elements = workload.dtype.itemsize, workload.parameters
+    states = elements * settings.state_bytes
+    traffic = 2 * states + 3 * elements * width
+    if settings.strategy in ("plain", "resident"):
+        return compute + (traffic / machine.device if settings.strategy == "plain" else 0.0)
+    if settings.strategy == "stream":
+        work = max(states * settings.offloaded / machine.up, states * settings.offloaded / machine.down)
+    else:
+        link = elements * width / min(machine.up, machine.down)
+        work = max(link, (2 * states + 5 * elements * width) / machine.host)
+    if settings.offload_gradients:
+        gradients = elements * width / machine.down
+        work += gradients
+        compute = max(compute, settings.micro_batches * gradients + forward)
+    if settings.update_in_backward:
+        return compute + max(0.0, work - backward)
+    return compute + max(0.0, work - forward)
+
+
+def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
+    if settings.strategy == "torchao":
+        return replay_torchao(machine, load)
+    optimizer: dict[str, Any] = _class_with(settings.state_bytes, load.dtype)
+    optimizer |= {
+        "strategy": settings.strategy,
+        "update_in_backward": settings.update_in_backward,
+        "offload_gradients": settings.offload_gradients,
+        "in_flight_gib": settings.in_flight_gib,
+    }
+    if settings.strategy == "stream":
+        if settings.offload_states is not None:
+            optimizer["offload_states"] = settings.offload_states
+        elif settings.offloaded < 1:
+            optimizer["offload_states"] = _offloaded(load.layers, settings.offloaded)
+    # Later steps are all alike; updates at step need one more until they are.
+    steps = (1, 1) if settings.update_in_backward else QUICK
+    return replay(machine, load, steps=steps, **optimizer)
+
+
+def _offloaded(layers: int, share: float) -> str:
+    """States of the last layers, so many that they are a share of all."""
+    first = round(layers * (1 - share))
+    names = "|".join(str(index) for index in range(first, layers))
+    return rf".*/({names}|head)\..*" if names else "none"
+
+
+def _class_with(state_bytes: float, dtype: torch.dtype) -> dict[str, Any]:
+    """The packed AdamW whose states are nearest to so many bytes an element: what a replay sees of any optimizer."""
+    sizes: dict[float, tuple[str, str]] = {2.03: ("int8", "none"), 8.0: ("fp32", "none")}
+    if dtype == torch.float32:
+        sizes |= {4.0: ("bf16", "none")}
+    else:
+        sizes |= {3.03: ("int8", "split24"), 4.03: ("int8", "split"), 6.0: ("bf16", "split"), 10.0: ("fp32", "split")}
+    state_dtype, master = sizes[min(sizes, key=lambda size: abs(size - state_bytes))]
+    return {"optimizer_class": "offload.optim.AdamW", "state_dtype": state_dtype, "master": master}

@@ -1,0 +1,160 @@
+"""Predicted steps: sums that can be done by hand, the replay in full beside the quick one, what a step waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from offload.plan import prediction
+from offload.plan.cards import CARDS, find_card
+from offload.plan.efficiency import ATTENTION, SHARES
+from offload.plan.machines import card_named, kind_of, machine_of_card, machine_of_rates
+from offload.plan.prediction import COMPUTE, CPU_UPDATE, DOWN, GPU_UPDATE, UP, Settings, estimate, passes, predict
+from offload.plan.replay import replay
+from offload.plan.work import Amount, Work
+from offload.plan.workload import GB, LLAMA2_7B, Machine, Passes, Workload
+
+LAYERS = 8
+ELEMENTS = 2**26
+MACHINE = Machine("by hand", flops=1e12, up=10 * GB, down=10 * GB, device=500 * GB, host=40 * GB, launch=5e-6)
+LOAD = Workload(
+    LAYERS, (ELEMENTS // 2, ELEMENTS // 4, ELEMENTS // 4), tokens=1024, passes=Passes((0.1, 0.2), (0.05, 0.0))
+)
+STATES = 4.03
+FORWARD, BACKWARD = 0.1 * LAYERS + 0.05, 0.3 * LAYERS  # recomputation belongs to backward
+STREAM = LAYERS * ELEMENTS * STATES / (10 * GB)
+
+
+def test_work_takes_the_sum_of_its_parts() -> None:
+    amount = Amount(products=2e12, attention=3e11, weights=GB, moved=50 * GB, launches=10)
+    assert prediction.seconds(amount, MACHINE) == pytest.approx(2 + 0.3 / ATTENTION + 0.1)
+    assert prediction.seconds(amount, MACHINE, fused=0.5) == pytest.approx(2 + 0.3 / ATTENTION + 0.05)
+    few = dataclasses.replace(amount, products=1.0, attention=0.0, moved=0.0)
+    assert prediction.seconds(few, MACHINE) == pytest.approx(1 / 500), "a product with few tokens reads its weights"
+
+
+def test_recomputation_is_left_to_the_replay() -> None:
+    layer = Amount(products=1e12), Amount(products=3e12)
+    work = Work(1024, 1024, LAYERS, layer, (Amount(products=5e11), Amount()))
+    assert passes(work, MACHINE, recompute=True) == Passes((1.0, 2.0), (0.5, 0.0))
+    assert passes(work, MACHINE, recompute=False) == Passes((1.0, 3.0), (0.5, 0.0))
+
+
+def test_states_on_the_device_expose_almost_nothing() -> None:
+    found = predict(LOAD, MACHINE, Settings("resident", STATES, update_in_backward=True))
+    assert found.compute_seconds == pytest.approx(FORWARD + BACKWARD, rel=0.01)
+    assert found.exposed_seconds < 0.02 * found.step_seconds and found.bottleneck == COMPUTE
+    assert found.tokens_per_second == pytest.approx(1024 / found.step_seconds)
+
+
+def test_a_plain_optimizer_follows_backward() -> None:
+    found = predict(LOAD, MACHINE, Settings("plain", 8.0))
+    update = LAYERS * ELEMENTS * (2 * 8 + 3 * 2) / (500 * GB)
+    assert found.busy[GPU_UPDATE] == pytest.approx(update)
+    assert found.step_seconds == pytest.approx(FORWARD + BACKWARD + update)
+
+
+def test_a_slow_link_is_named() -> None:
+    slow = dataclasses.replace(MACHINE, up=0.5 * GB, down=0.5 * GB)
+    found = predict(LOAD, slow, Settings("stream", STATES, update_in_backward=True))
+    assert found.bottleneck in (UP, DOWN)
+    assert found.busy[UP] == pytest.approx(20 * STREAM, rel=0.05)
+    assert found.step_seconds >= found.busy[found.bottleneck]
+
+
+def test_a_slow_cpu_is_named_with_the_packed_kernels_traffic() -> None:
+    """Its kernels are no operations of torch: a replay that does not see them updates on the CPU in no time."""
+    slow = dataclasses.replace(MACHINE, host=2 * GB)
+    found = predict(LOAD, slow, Settings("host", STATES, update_in_backward=True))
+    traffic = LAYERS * ELEMENTS * (2 + 2 * 2 + 2 * STATES)
+    norm = LAYERS * ELEMENTS * 2  # of the gradient, which is read once more
+    assert found.busy[CPU_UPDATE] == pytest.approx((traffic + norm) / (2 * GB), rel=0.05)
+    assert found.bottleneck == CPU_UPDATE
+
+
+def test_micro_batches_that_were_not_replayed_take_as_long_as_one_that_was() -> None:
+    settings = Settings("stream", STATES, update_in_backward=True, offload_gradients=True, micro_batches=6)
+    found = predict(LOAD, MACHINE, settings)
+    optimizer = {"strategy": "stream", "update_in_backward": True, "offload_gradients": True}
+    whole = replay(MACHINE, dataclasses.replace(LOAD, micro_batches=6), optimizer_class="offload.optim.AdamW",
+                   state_dtype="int8", master="split", steps=(2, 1), **optimizer)  # fmt: skip
+    assert found.step_seconds == pytest.approx(whole.step, rel=0.02)
+    assert found.tokens_per_second == pytest.approx(6 * 1024 / found.step_seconds)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("strategy", "factor"), [("stream", 1.0), ("stream", 0.2), ("host", 1.0), ("resident", 1.0)])
+def test_the_estimate_ranks_as_the_replay_does(strategy: str, factor: float, early: bool) -> None:
+    machine = dataclasses.replace(MACHINE, up=factor * MACHINE.up, down=factor * MACHINE.down)
+    settings = Settings(strategy, STATES, update_in_backward=early)
+    assert estimate(LOAD, machine, settings) == pytest.approx(predict(LOAD, machine, settings).step_seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_joined_tensors_and_few_steps_tell_the_same_step(early: bool) -> None:
+    load = dataclasses.replace(LLAMA2_7B, layers=8, tokens=1024)
+    machine = dataclasses.replace(MACHINE, flops=140e12, up=25 * GB, down=25 * GB)
+    quick = predict(load, machine, Settings("stream", 4.0, update_in_backward=early))
+    whole = replay(machine, dataclasses.replace(load, activations=None), optimizer_class="torch.optim.AdamW",
+                   strategy="stream", update_in_backward=early)  # fmt: skip
+    assert quick.step_seconds == pytest.approx(whole.step, rel=0.05)
+
+
+def test_a_head_that_is_the_embedding_and_one_that_is_frozen() -> None:
+    tied = dataclasses.replace(LOAD, edge=ELEMENTS, head=0)
+    assert tied.parameters == (LAYERS + 1) * ELEMENTS
+    found = predict(tied, MACHINE, Settings("stream", STATES))
+    assert found.busy[UP] == pytest.approx((LAYERS + 1) / LAYERS * STREAM, rel=0.05)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_each_card_is_a_machine(card: object) -> None:
+    machine = machine_of_card(card)  # type: ignore[arg-type]
+    assert kind_of(card) in SHARES  # type: ignore[arg-type]
+    assert 20e12 < machine.flops < 1e15 and 10 * GB < machine.up <= 51 * GB
+    assert 200 * GB < machine.device < 4500 * GB
+
+
+def test_a_cards_rates_are_shares_of_its_data_sheet() -> None:
+    card = find_card("RTX 4090")
+    machine = machine_of_card(card, ram_bandwidth=89.6 * GB)
+    assert machine.flops == pytest.approx(0.97 * 165.2e12)
+    assert machine.up == pytest.approx(25.2 * GB, rel=0.01) and machine.host == pytest.approx(67.2 * GB)
+    assert machine_of_card(card, fp32=True).flops == machine.flops / 2
+    assert machine_of_card(find_card("4060")).up == pytest.approx(12.6 * GB, rel=0.01), "eight lanes"
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100 40GB"),  # of two sizes, which differ in memory
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_a_device_finds_its_card(name: str, card: str | None) -> None:
+    found = card_named(name)
+    assert (found and found.name) == card
+
+
+def test_measured_rates_make_a_machine() -> None:
+    rates = {"matmul": 180e12, "up": 26 * GB, "down": 24 * GB, "each_of_both": 20 * GB, "device_copy": 900 * GB,
+             "host_copy": 50 * GB, "cpu_adamw": {"packed int8 split": 1e9},
+             "page_locking": {"seconds_per_gib": 0.5}}  # fmt: skip
+    machine = machine_of_rates("NVIDIA GeForce RTX 4090", rates, card_named("NVIDIA GeForce RTX 4090"))
+    assert machine.flops == pytest.approx(0.97 * 165.2e12), "no more than training was seen to reach"
+    assert (machine.up, machine.down, machine.device) == (20 * GB, 20 * GB, 900 * GB)
+    assert machine.host == pytest.approx(16.06e9), "the CPU's update is slower than its memory"
+    assert machine_of_rates("another", rates, None).flops == 180e12
+
+
+def test_fp32_states_are_played_by_fp32_states() -> None:
+    load = dataclasses.replace(LOAD, dtype=torch.float32)
+    found = predict(load, MACHINE, Settings("stream", 8.0, update_in_backward=True))
+    assert found.busy[UP] == pytest.approx(LAYERS * ELEMENTS * 8 / (10 * GB), rel=0.05)

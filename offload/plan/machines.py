@@ -74,10 +74,12 @@ def machine_of_rates(name: str, rates: Mapping[str, Any], card: Card | None) -> 
 
 def card_named(device_name: str) -> Card | None:
     """The card that torch names so; of two sizes of memory the first. None where it is not in the table."""
-    plain = re.sub(r"NVIDIA|GeForce|Generation", "", device_name).split()
-    words = " ".join(plain)
-    found = [card for card in CARDS if re.search(rf"\b{re.escape(_stem(card.name))}\b(?! *(Ti|SUPER|D|Laptop)\b)", words)]
-    return found[0] if found and not re.search(r"laptop|max-q|\bMIG\b", device_name, re.I) else None
+    if re.search(r"laptop|max-q|\bMIG\b", device_name, re.IGNORECASE):
+        return None
+    for card in CARDS:
+        if re.search(rf"\b{re.escape(_stem(card.name))}\b(?! *(Ti|SUPER|D)\b)", device_name):
+            return card
+    return None
 
 
 def _stem(name: str) -> str:

@@ -70,13 +70,21 @@ CASES = [
 ]
 
 
-def with_accelerate(case: Case | None, kind: str, *, first: bool = False) -> list[Tensor]:
-    """What training gives; ``first``: the optimizer is made before the Accelerator, and cannot know what is to come."""
+def with_accelerate(case: Case | None, kind: str, *, first: bool = False, config: str = "") -> list[Tensor]:
+    """What training gives.
+
+    Args:
+        first: the optimizer is made before the Accelerator, and cannot know what is to come.
+        config: of ``accelerate launch``, a file; empty: settings are given to the Accelerator.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    with accelerate_on_ranks(), device(kind):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-                                                transformer_cls_names_to_wrap=["Layer"])  # fmt: skip
+    with accelerate_on_ranks() as patch, device(kind):
+        for name, value in launched(config).items() if config else ():
+            patch.setenv(name, value)
+        plugin = None if config else FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"],
+        )  # fmt: skip
         accelerator = None if first else Accelerator(fsdp_plugin=plugin, cpu=True, gradient_accumulation_steps=2)
         model = made(lambda: Llama(layers=2))
         optimizer: Any
@@ -118,11 +126,39 @@ def pinned(optimizer: Any) -> int:
     return sum(report.get("pinned_host", {}).values())
 
 
-def compare_accelerate(kind: str, first: bool) -> list[str]:
-    want = with_accelerate(None, "cpu")
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Layer
+  fsdp_reshard_after_forward: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+"""As `accelerate config` writes it. With it `accelerate launch` starts processes on GPUs only: `--cpu` excludes
+`--use_fsdp`. What it tells them is in the environment."""
+
+
+def launched(config: str) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes for its processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args = launch_command_parser().parse_args(["--config_file", config, "--main_process_port", "0", "train.py"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(args)[0])
+    return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def compare_accelerate(kind: str, first: bool, config: str = "") -> list[str]:
+    want = with_accelerate(None, "cpu", config=config)
     found = []
-    for case in CASES:
-        got = with_accelerate(case, kind, first=first)
+    for case in CASES[:2] if config else CASES:
+        got = with_accelerate(case, kind, first=first, config=config)
         if problem := differing(got, want):
             found.append(f"{case}: {problem}")
     return found
@@ -133,6 +169,13 @@ def compare_accelerate(kind: str, first: bool) -> list[str]:
 )
 def test_accelerate_trains_as_with_the_plain_optimizer(ranks: Ranks, kind: str, first: bool) -> None:
     for found in ranks.run(2, compare_accelerate, kind, first):
+        assert found == []
+
+
+def test_what_accelerate_launch_configures(ranks: Ranks, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    for found in ranks.run(2, compare_accelerate, "threaded", False, str(config)):
         assert found == []
 
 

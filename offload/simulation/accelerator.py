@@ -6,7 +6,9 @@
 - A copy runs only when somebody waits for it, so that a missing wait shows as a stale value.
 - Each access to memory is checked against earlier ones by vector clocks, so that a missing wait is an error even
   where the value happens to be right.
-- Memory that is freed while a stream may still be using it is an error, whether or not it is used again.
+- Memory that is freed while a stream may still be using it is an error, whether or not it is used again. That of a
+  library which orders streams before it allocates (see :meth:`~SimulatedAccelerator.loose_memory`) is one when it may
+  be used again, at the next allocation for its stream.
 - Threads take turns, in an order that can be chosen to be unkind, and the same each time.
 
 Time is virtual: with :class:`Rates`, every copy, update, host operation, launch and page-lock has a duration, and
@@ -25,7 +27,7 @@ Memory from :meth:`~SimulatedAccelerator.empty_pinned`, what is computed from it
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +138,7 @@ class SimulatedAccelerator:
         self.trace: list[Span] = self._streams.trace
         self.host_waits: list[tuple[str, str]] = self._streams.host_waits
         self._ledger = Ledger(self._made, self._freed)
+        self._loose: dict[str, list[Memory]] = defaultdict(list)
         self._copies: list[tuple[Point, str, dict[torch.UntypedStorage, int]]] = []
         self._watch = _Watch(self, self._threads.main)
 
@@ -360,6 +363,17 @@ class SimulatedAccelerator:
         finally:
             thread.purposes.pop()
 
+    @contextmanager
+    def loose_memory(self) -> Iterator[None]:
+        """Inside, device memory that this thread allocates may be freed before streams are done with it, as long as
+        they are when memory is allocated for the same stream again."""
+        thread = self._threads.current()
+        before, thread.is_loose = thread.is_loose, True
+        try:
+            yield
+        finally:
+            thread.is_loose = before
+
     def now(self, agent: str) -> float:
         """A thread's virtual time, or when a stream has finished what is queued. Raises KeyError for no agent."""
         return self._streams[agent].now if agent in self._streams else self._threads[agent].now
@@ -503,6 +517,10 @@ class SimulatedAccelerator:
         """Memory was allocated, or is seen for the first time."""
         if memory.on_host:
             return
+        thread = self._threads.current()
+        memory.is_loose = thread.is_loose
+        for freed in self._loose.pop(memory.stream, ()):
+            self._check_freed(freed, thread, "was freed, and may be in use again,")
         nbytes = memory.nbytes if memory.is_scalar else round(memory.nbytes * self.scale)
         retries = self.memory.retries
         try:
@@ -510,16 +528,21 @@ class SimulatedAccelerator:
         finally:
             if self.memory.retries > retries:
                 # Giving segments back (cudaFree) waits for the device.
-                thread = self._threads.current()
                 thread.now = max(thread.now, self._streams.end)
 
     def _freed(self, memory: Memory, ident: int) -> None:
         """A thread let go of memory."""
         if memory.block is not None:
             self.memory.free(memory.block)
+        if memory.is_loose:
+            self._loose[memory.stream].append(memory)
+        else:
+            self._check_freed(memory, self._threads.by_ident(ident), "was freed")
+
+    def _check_freed(self, memory: Memory, thread: SimulatedThread, what: str) -> None:
+        """Make it an error of a thread if a stream may not be done with memory."""
         if self._threads.is_closing:
             return
-        thread = self._threads.by_ident(ident)
         # What any thread has seen to be done is done, whichever thread drops the last reference.
         known = self._threads.clocks()
         if not memory.on_host:
@@ -527,7 +550,7 @@ class SimulatedAccelerator:
         access = memory.still_used(*known, streams=self._streams)
         if access is not None and thread.failure is None:
             thread.failure = RaceError(
-                f"memory was freed while `{access.agent}` still uses it: keep it until an event that is recorded "
+                f"memory {what} while `{access.agent}` still uses it: keep it until an event that is recorded "
                 f"after\n  {access}"
             )
 

@@ -107,9 +107,12 @@ def replacements(simulator: SimulatedAccelerator, cost: Cost | None = None) -> I
     device = Device(simulator)
     for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
         yield module, "_get_device_handle", lambda kind: device
+    yield torch.accelerator, "current_stream", lambda *_: device.current_stream()
     for module in (_fsdp_param, _fsdp_param_group):
         yield module, "alloc_storage", lambda tensor: simulator.resize(tensor, tensor.nbytes)
     yield _fsdp_param, "free_storage", lambda tensor: simulator.resize(tensor, 0)
+    allocate = _fsdp_collectives.DefaultAllocMixin.allocate
+    yield _fsdp_collectives.DefaultAllocMixin, "allocate", _loose(simulator, allocate)
     for name in COLLECTIVES:
         operation = getattr(torch.distributed, name)
         yield torch.distributed, name, _collective(simulator, operation, name, cost)
@@ -118,6 +121,16 @@ def replacements(simulator: SimulatedAccelerator, cost: Cost | None = None) -> I
     if cost is not None:
         for name in ("split_with_sizes_copy", "chunk_cat"):
             yield copies, name, _copying(simulator, getattr(copies, name))
+
+
+def _loose(simulator: SimulatedAccelerator, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """FSDP2 orders its streams before it allocates the buffers of its collectives, not before it frees them."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with simulator.loose_memory():
+            return allocate(*args, **kwargs)
+
+    return call
 
 
 def _collective(simulator: SimulatedAccelerator, operation: Any, name: str, cost: Cost | None) -> Any:

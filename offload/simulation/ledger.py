@@ -57,9 +57,12 @@ class Memory:
         is_scalar: it was first seen as a tensor without dimensions.
         purpose: what it was allocated for.
         block: what the device's allocator handed out for it, if anything.
+        is_loose: it may be freed early, see ``SimulatedAccelerator.loose_memory``.
     """
 
-    __slots__ = ("_reference", "accesses", "block", "is_scalar", "nbytes", "on_host", "over", "purpose", "stream")
+    __slots__ = (
+        "_reference", "accesses", "block", "is_loose", "is_scalar", "nbytes", "on_host", "over", "purpose", "stream",
+    )  # fmt: skip
 
     def __init__(
         self, reference: _Reference, nbytes: int, stream: str, purpose: str, *, on_host: bool, is_scalar: bool
@@ -69,6 +72,7 @@ class Memory:
         self.purpose = purpose
         self.is_scalar = is_scalar
         self.block: Block | None = None
+        self.is_loose = False
         self.stream = stream
         self.on_host = on_host
         self.accesses: list[Access] = []

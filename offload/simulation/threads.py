@@ -56,6 +56,7 @@ class SimulatedThread(Agent):
         foreign: the streams to which its operations go whatever is current, the last one first.
         working: the ``working`` block it is in.
         purposes: what it allocates device memory for, the last one first.
+        is_loose: what it allocates may be freed early, see ``SimulatedAccelerator.loose_memory``.
         silent: its torch operations are the simulator's own.
     """
 
@@ -73,6 +74,7 @@ class SimulatedThread(Agent):
         self.foreign: list[str] = []
         self.working: Block | None = None
         self.purposes: list[str] = []
+        self.is_loose = False
         self.silent = False
 
 

@@ -448,3 +448,25 @@ def test_updates_on_the_default_stream_take_their_time_there() -> None:
             assert sim.record().is_done() is False
         made.sum()  # nothing to wait for
         assert (sim.now("compute"), sim.now("update")) == (2.0, 0.0)
+
+
+def _used_again(*, waits: bool) -> None:
+    with SimulatedAccelerator(streams=("library",)) as sim:
+        with sim.on("library"), sim.loose_memory():
+            values = torch.zeros(4)
+            made = sim.record()
+        sim.wait(made)
+        values.sum()
+        used = sim.record()
+        del values
+        with sim.on("library"):
+            if waits:
+                sim.wait(used)
+            torch.zeros(2).add_(1)
+
+
+def test_a_librarys_memory_has_to_be_free_when_it_may_be_used_again() -> None:
+    """FSDP2 waits for the computing stream before it allocates on its own, and not before it frees."""
+    _used_again(waits=True)
+    with pytest.raises(RaceError, match="was freed, and may be in use again, while `compute` still uses it"):
+        _used_again(waits=False)

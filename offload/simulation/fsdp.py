@@ -161,7 +161,8 @@ def _copying(simulator: SimulatedAccelerator, operation: Any, written: Callable[
             result = operation(*args, **kwargs)
         writes = list(tensors_in([kwargs["out"] if written is None else written(args)]))
         reads = list(tensors_in([args[0]]))
-        nbytes = 2 * simulator.scale * sum(tensor.nbytes for tensor in reads)
+        copied = reads if written else writes  # of what is gathered, only this rank's part
+        nbytes = simulator.scale * sum(tensor.nbytes for tensor in (*reads, *copied))
         simulator.transfer(nbytes / simulator.rates.device, "copy", "", reads=reads, writes=writes)
         return result
 

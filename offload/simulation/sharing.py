@@ -12,7 +12,7 @@ COLLECTIVE = "collective"
 """The kind of work that a collective is."""
 
 LEAST = 1e-6
-"""Of full speed; what is left over below this is nothing."""
+"""Of a resource; what is left over below this is nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class Sharing:
         self.log.append(Work(start, {name: share * seconds for name, share in shares.items()}))
         now, left = start, seconds
         while left > 0:
-            speed, until = 1.0, math.inf
+            speed, free, until = 1.0, 1.0, math.inf
             for name, share in shares.items():
                 used, change = self._used[name].at(now)
-                speed, until = min(speed, max(0.0, 1.0 - used) / share), min(until, change)
-            if speed < LEAST:
+                free, until = min(free, 1.0 - used), min(until, change)
+                speed = min(speed, (1.0 - used) / share)
+            if free < LEAST:
                 now = until
                 continue
             end = min(until, now + left / speed)

@@ -23,6 +23,7 @@ def test_alone_at_full_speed() -> None:
 
 def test_a_share_above_one_limits() -> None:
     assert Sharing(LINK).run("far", 1.0, 2.0) == 5.0
+    assert Sharing({"copy": {"memory": 1e9}}).run("copy", 1.0, 2e-9) == pytest.approx(3.0)
 
 
 def test_what_comes_later_gets_what_is_left() -> None:

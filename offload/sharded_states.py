@@ -65,18 +65,38 @@ def for_loading(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[st
     Raises:
         ValueError: for a state of another parameter's shape.
     """
-    states = dict(state_dict["state"])
-    groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
-    for index, param in _distributed(state_dict, params):
-        state = states[index]
+    return {**state_dict, "state": _Parts(state_dict, params)}
+
+
+class _Parts(Mapping[Any, dict[str, Any]]):
+    """States of a ``state_dict`` with this rank's parts of those of distributed parameters, each made when it is asked
+    for: they may be on a disk."""
+
+    def __init__(self, state_dict: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+        self._states = state_dict["state"]
+        self._groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
+        self._params = dict(_distributed(state_dict, params))
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        state, param = self._states[index], self._params.get(index)
+        if param is None:
+            return dict(state)
         if any(key in state for key in STATE_BLOCK) and not has_blocks(param, BLOCK):
-            state = decoded(state, groups[index])
+            state = decoded(as_kept(state), self._groups[index])
         try:
             parts = {key: _part(key, value, param) if _is_sharded(value) else value for key, value in state.items()}
-            states[index] = as_kept(parts)
+            return as_kept(parts)
         except ValueError as error:
             raise ValueError(f"the state to load for parameter {index} has {error}") from error
-    return {**state_dict, "state": states}
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 def divided(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import logging
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
+from offload.checkpoints import ranks, shared_states
 from offload.checkpoints import state as state_file
 from offload.checkpoints.disk_space import free_bytes, size
 from offload.checkpoints.manifest import FORMAT, MANIFEST_NAME, DamagedCheckpoint, whole_checkpoints
@@ -32,6 +33,7 @@ from offload.checkpoints.sums import checksum
 from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
+from offload.models.shares import Plan, begin_files, empty_like, whole, write_share
 from offload.paths import expanded
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Loaded:
     Attributes:
         model: the model's names, on the CPU; None where the checkpoint has an adapter, since training goes on
             from the base model and the adapter then, not from merged weights; and where the model reads its weights
-            from the folder itself.
+            from the folder itself, as it does wherever several ranks share it.
         adapter: the model's names, on the CPU; None for full fine-tuning.
         recipe_state: as it was given to :meth:`CheckpointManager.save`. Its tensors are mapped from the file:
             copy what is kept for long, or a deleted checkpoint goes on occupying the disk.
@@ -97,7 +99,7 @@ class CheckpointManager:
 
         Removes what killed processes left behind.
         """
-        checkpoint_folders.clean(self.output_dir)
+        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
         checkpoints = whole_checkpoints(self.output_dir)
         return checkpoints[-1] if checkpoints else None
 
@@ -106,7 +108,7 @@ class CheckpointManager:
 
         A line tells of each damaged one, which is the first to be deleted from here on.
         """
-        checkpoint_folders.clean(self.output_dir)
+        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
         for path in reversed(whole_checkpoints(self.output_dir)):
             try:
                 return path, self.load(path)
@@ -141,7 +143,10 @@ class CheckpointManager:
         return path, self.load(path)
 
     def load(self, path: str | Path) -> Loaded:
-        """Reads a checkpoint that :meth:`save` wrote.
+        """Reads a checkpoint that :meth:`save` wrote, on any number of ranks.
+
+        Where several ranks train, every one of them has to call it; each takes its part of the weights from the files
+        later, when it has the model, and of the states when they are put back.
 
         Raises:
             DamagedCheckpoint: if it is incomplete or damaged.
@@ -149,8 +154,9 @@ class CheckpointManager:
         """
         path = Path(path).expanduser().absolute()
         manifest = checkpoint_manifest.read(path)
-        checkpoint_manifest.verify(path, manifest)
-        adapter, state = _read_state(path / STATE_NAME)
+        names = sorted(manifest.sums)[ranks.rank() :: ranks.count()]
+        ranks.together(lambda: checkpoint_manifest.verify(path, manifest, names))
+        adapter, state = _read_state(path)
         model = None
         if adapter is None:
             names = [name for name in manifest.sizes if "/" not in name and name.endswith(".safetensors")]
@@ -162,7 +168,7 @@ class CheckpointManager:
                         f"{path / name} is damaged: {error}: resume from another checkpoint"
                     ) from error
             try:
-                model = self.format.load(path, names)
+                model = None if ranks.are_several() else self.format.load(path, names)
             except (UserError, MemoryError):
                 raise
             except Exception as error:  # it reads config.json
@@ -183,6 +189,9 @@ class CheckpointManager:
         adapter_config: Mapping[str, Any] | None = None,
     ) -> Path:
         """Writes ``output_dir/step_<step>``, replacing one of that name, and then deletes what is too old.
+
+        Where several ranks train, every one of them has to call it, with its parts of weights and states: each writes
+        those, and the folder gets its name when all are done.
 
         Nothing that is given is modified, and nothing of it may change until this returns: tensors of the CPU
         are written from where they are, those of an accelerator by way of the host, a part
@@ -208,38 +217,62 @@ class CheckpointManager:
             raise ValueError("a checkpoint needs a model, an adapter or both")
         if adapter is not None and adapter_config is None:
             raise ValueError("adapter_config is required with adapter")
-        checkpoint_folders.clean(self.output_dir)
+        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
+        recipe_state, shared = _without_shared_states(recipe_state)
+        adapter = None if adapter is None else {name: whole(tensor) for name, tensor in adapter.items()}
         state = _prepare_state(recipe_state, adapter)
         final = self.output_dir / f"step_{step}"
-        needed = state.nbytes + _nbytes(model) + _nbytes(adapter) + _SPARE_BYTES
-        self._check_space(final, needed)
+        needed = state.nbytes + _nbytes(model) + _nbytes(adapter) + _nbytes(shared) + _SPARE_BYTES
+        ranks.by_first(lambda: self._check_space(final, needed))
 
-        temporary = checkpoint_folders.sibling(final, "tmp")
+        temporary = ranks.by_first(lambda: checkpoint_folders.sibling(final, "tmp"))
         try:
-            temporary.mkdir(parents=True)
+            ranks.by_first(lambda: temporary.mkdir(parents=True))
             sums: dict[str, str] = {}
 
             def written(file: Path) -> None:
                 sums[file.name] = checksum(file)  # while it is in the page cache
 
-            if model is not None:
+            def write_rest() -> None:
+                if adapter is not None:
+                    assert adapter_config is not None
+                    self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
+                sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
+                _allow_as_usual(temporary)
+
+            def finish() -> None:
+                self._write_manifest(temporary, step, sums)
+                checkpoint_folders.fsync_tree(temporary)
+                checkpoint_folders.publish(temporary, final)
+
+            if model is not None and ranks.are_several():
+                self._write_shares(temporary, model)
+            elif model is not None:
                 self.format.write_model(temporary, model, written)
-            if adapter is not None:
-                assert adapter_config is not None
-                self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
-            sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
-            _allow_as_usual(temporary)
-            self._write_manifest(temporary, step, sums)
-            checkpoint_folders.fsync_tree(temporary)
-            checkpoint_folders.publish(temporary, final)
+            ranks.together(lambda: shared_states.write(temporary, shared))
+            ranks.by_first(write_rest)
+            if ranks.are_several():
+                sums |= _sums_by_all(temporary, without=sums)
+            ranks.by_first(finish)
         except BaseException as error:
             free = free_bytes(self.output_dir)
-            shutil.rmtree(temporary, ignore_errors=True)
+            if ranks.rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
                 raise self._cannot_save(final, needed, free, first_line(error)) from error
             raise
-        self._delete_old(final)
+        ranks.by_first(lambda: self._delete_old(final))
         return final
+
+    def _write_shares(self, folder: Path, model: Mapping[str, Tensor]) -> None:
+        """The model by all ranks, each its part."""
+        empty = empty_like(model)
+
+        def begin() -> Plan:
+            return begin_files(folder, self.format.begin_model(folder, empty), empty, self.format.in_files)
+
+        plan = ranks.by_first(begin)
+        ranks.together(lambda: write_share(folder, plan, model, self.format.in_files))
 
     def _write_manifest(self, folder: Path, step: int, sums: Mapping[str, str]) -> None:
         sequence = checkpoint_manifest.next_sequence(self.output_dir)
@@ -287,8 +320,28 @@ def _write_state(path: Path, state: state_file.Prepared) -> str:
     return state_file.write({"format": FORMAT, **state.value}, path)
 
 
-def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+def _without_shared_states(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(a recipe's state without what each rank has a part of, that)"""
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
+        return dict(state), {}
+    rest, shared = shared_states.split(optimizer["state"])
+    return {**state, "optimizer": {**optimizer, "state": rest}}, shared
+
+
+def _sums_by_all(folder: Path, without: Container[str]) -> dict[str, str]:
+    """Checksums of a folder's files, divided among ranks."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [name for path in paths if (name := path.relative_to(folder).as_posix()) not in without]
+    names = ranks.by_first(lambda: names)
+    mine = names[ranks.rank() :: ranks.count()]
+    found = ranks.together(lambda: {name: checksum(folder / name) for name in mine})
+    return {name: text for sums in found for name, text in sums.items()}
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
     """(adapter, recipe_state)"""
+    path = folder / STATE_NAME
     try:
         content = state_file.read(path)
         if not isinstance(content, dict):
@@ -300,6 +353,9 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
             isinstance(adapter, dict) and adapter and all(isinstance(value, Tensor) for value in adapter.values())
         ):
             raise TypeError("adapter is empty, or holds what is no tensor")
+        if shared_states.SavedStates.are_in(folder):
+            states = shared_states.SavedStates(folder, state["optimizer"]["state"])
+            state = {**state, "optimizer": {**state["optimizer"], "state": states}}
     except MemoryError:
         raise
     except Exception as error:  # PyTorch's unpickler raises whatever a damaged file leads it into

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -100,13 +100,19 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Compares the files' checksums with the manifest's; reads every byte once.
+def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compares checksums of files with the manifest's; reads every byte once.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: its.
+        names: of the files.
 
     Raises:
         DamagedCheckpoint: if one differs or cannot be read.
     """
-    for name, expected in manifest.sums.items():
+    for name in names:
+        expected = manifest.sums[name]
         try:
             found = checksum(folder / name)
         except OSError as error:

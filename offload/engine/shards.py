@@ -7,9 +7,11 @@ part lies in it, how gradients are put into it, how norms are summed over ranks,
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +66,14 @@ def _distributed(part: Tensor, param: Any, shape: Sequence[int]) -> Tensor:
     return DTensor(part, spec, requires_grad=False)
 
 
+def empty_as(param: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A DTensor of ``shape`` on the host, without values, laid out over ranks as ``param`` is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    part, _ = compute_local_shape_and_global_offset(torch.Size(shape), param.device_mesh, param.placements)
+    return _distributed(torch.empty(part, dtype=dtype), param, shape)
+
+
 # Where a part lies
 
 
@@ -84,6 +94,39 @@ def first_element(param: Any) -> int:
     for size, offset in zip(param.shape, offsets, strict=True):
         first = first * size + offset
     return first
+
+
+def runs(tensor: Any) -> Iterator[tuple[int, int, int]]:
+    """This rank's part of a tensor as ranges of the whole.
+
+    Yields:
+        (the range's first element in the part, in the whole, how many), in row-major order of each.
+    """
+    if not is_distributed(tensor):
+        yield 0, 0, tensor.numel()
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    cut = [dim for dim, size in enumerate(shape) if size != tensor.shape[dim]]
+    inner = cut[-1] if cut else 0  # from this dimension on, a part's elements follow one another in the whole too
+    strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
+    count = math.prod(shape[inner:])
+    if not count:
+        return
+    for first, outer in enumerate(itertools.product(*map(range, shape[:inner]))):
+        index = [*outer, *([0] * (tensor.dim() - inner))]
+        at = sum((i + offset) * stride for i, offset, stride in zip(index, offsets, strides, strict=True))
+        yield first * count, at, count
+
+
+def is_first_copy(tensor: Any) -> bool:
+    """Whether this rank is the first of those that have the same part of a tensor."""
+    if not is_distributed(tensor):
+        return torch.distributed.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    cut = sharded_by(tensor)
+    return coordinate is not None and all(at == 0 for dim, at in enumerate(coordinate) if dim not in cut)
 
 
 def has_blocks(param: Any, block: int) -> bool:

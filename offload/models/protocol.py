@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from offload.models.shares import WeightFile
 from offload.models.size import Size
 
 
@@ -118,6 +119,20 @@ class ModelFormat(Protocol):
             weights: under the model's names.
             written: told each weight file when it is written.
         """
+
+    def begin_model(self, folder: Path, empty: Mapping[str, Tensor]) -> list[WeightFile]:
+        """Write what :meth:`write_model` writes besides the weights, of a model whose parts several ranks have.
+
+        Args:
+            folder: is there.
+            empty: the weights under the model's names, on the meta device.
+
+        Returns:
+            The files that the weights go into, the same as :meth:`write_model` makes.
+        """
+
+    def in_files(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Weights under the model's names as those files have them; all of them, or what belongs together."""
 
     def write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Write an adapter as peft opens it.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload.checkpoints.manager import STATE_NAME
 from offload.checkpoints.manifest import DamagedCheckpoint
+from offload.checkpoints.shared_states import SavedStates
 from offload.device import set_random_state
 from offload.distributed.world import World
 from offload.errors import UserError
@@ -51,6 +52,8 @@ def put_back(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, lr_sche
     """
     with _putting_back("optimizer", state, checkpoint):
         saved = state["optimizer"]
+        if isinstance(saved["state"], SavedStates):
+            saved["state"].params = [param for group in optimizer.param_groups for param in group["params"]]
         if not getattr(optimizer, "owns_loaded_states", False):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             saved = divided(unpacked(saved, params), params)
@@ -109,7 +112,9 @@ def _problems(state: Mapping[str, Any]) -> Iterator[str]:
         yield "config has a key that is no text"
     optimizer = state["optimizer"]
     states, groups = optimizer.get("state"), optimizer.get("param_groups")
-    if not isinstance(states, dict) or not all(isinstance(one, dict) for one in states.values()):
+    if isinstance(states, SavedStates):
+        pass  # tensors of files that name them
+    elif not isinstance(states, dict) or not all(isinstance(one, dict) for one in states.values()):
         yield f"optimizer.state is {_kind(states)}, expected a dict of dicts"
     else:
         yield from _odd_leaves(states, "optimizer.state")

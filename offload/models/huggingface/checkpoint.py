@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from offload.engine.units import clean_name
 from offload.models.companions import copy_companions
+from offload.models.huggingface import shares
 from offload.models.huggingface.model import HuggingFaceModel
+from offload.models.shares import WeightFile
 
 # Bytes in one weight file. Only one at a time is copied to the host when the model is on an accelerator.
 SHARD_BYTES = 4 * 2**30
@@ -43,6 +46,17 @@ class HuggingFaceFormat:
         copy_companions(self.directory, folder)
         for file in sorted(folder.glob("*.safetensors")):
             written(file)
+
+    def begin_model(self, folder: Path, empty: Mapping[str, Tensor]) -> list[WeightFile]:
+        assert self.model is not None
+        named = {clean_name(name): tensor for name, tensor in empty.items()}
+        files = shares.begin(self.model.in_checkpoints, folder, named, SHARD_BYTES)
+        copy_companions(self.directory, folder)
+        return files
+
+    def in_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert self.model is not None
+        return shares.in_files(self.model.in_checkpoints, {clean_name(name): weights[name] for name in weights})
 
     def write_adapter(self, folder: Path, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         from peft import PeftConfig

@@ -140,6 +140,11 @@ class HuggingFaceModel:
         for module in self._layers():
             module.compile()
 
+    @property
+    def in_checkpoints(self) -> Any:
+        """The model of transformers whose weights are saved."""
+        return self._model
+
     def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
         """Write weights, under the names of :attr:`module`, in the format that the model came in."""
         save_pretrained(self._model, folder, weights, max_shard_bytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from offload.config.loading import instantiate
-from offload.errors import UserError
+from offload.engine.units import clean_name
+from offload.errors import UserError, first_line
+from offload.models.shares import materialize, read_share
 from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
+from offload.models.torchtune.conversion import to_torchtune
 from offload.models.vocabulary import check_vocabulary
+from offload.models.weight_files import WeightFiles
 
 # torchao's NF4 has blocks of 64 weights, and blocks of 256 of their scales.
 _NF4_BLOCK = 64 * 256
@@ -101,7 +106,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
         UserError: where names or shapes of weights and model differ.
     """
     # Not state_dict(): it would turn 4-bit weights into 16-bit ones to show their shapes.
-    expected = dict(model.named_parameters())
+    check_fit(dict(model.named_parameters()), weights, source=source)
+    model.load_state_dict(dict(weights))
+
+
+def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, source: str) -> None:
+    """UserError where names or shapes of ``weights``, which come from ``source``, are not the ``expected`` ones."""
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     shapes = [
@@ -120,4 +130,51 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
             f"model: the weights in {source} do not fit it: {differences[0]}{more}; choose the model component and "
             "checkpointer.model_type that belong to this checkpoint"
         )
-    model.load_state_dict(dict(weights))
+
+
+def fill_share(
+    model: nn.Module,
+    base: BaseCheckpoint,
+    files: Sequence[Path],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Give the model of which each rank has a part its memory and its weights, but for an adapter's.
+
+    Args:
+        model: on the meta device, its parameters DTensors.
+        base: the base checkpoint, whose names and shapes the files have.
+        files: with the weights.
+        device: where the model goes.
+        dtype: of its parameters.
+        source: where the weights come from, for messages.
+
+    Raises:
+        UserError: for files that cannot be read, and weights that do not fit the model.
+    """
+    from torchtune.modules.peft import get_adapter_params
+    from torchtune.training import set_default_dtype
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_torchtune(tensors, base.model_type, base.config)
+
+    materialize(model, device)
+    with set_default_dtype(dtype), device:
+        for module in model.modules():
+            if (init := getattr(module, "rope_init", None)) is not None:
+                init()
+    adapter = get_adapter_params(model)
+    expected = {clean_name(name): param for name, param in model.named_parameters() if name not in adapter}
+    try:
+        with WeightFiles(files) as opened:
+            check_fit(expected, convert(dict(opened.empty)), source=source)
+            read_share(expected, opened, convert)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"cannot read the weights in {source} as checkpointer.model_type={base.model_type}: {first_line(error)} "
+            "(check model_type and config.json, or download the files again)"
+        ) from error

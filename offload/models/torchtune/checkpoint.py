@@ -19,8 +19,11 @@ from offload import torchao_shim
 from offload.errors import UserError, first_line
 from offload.models.companions import copy_companions
 from offload.models.safetensors_header import read_safetensors_header
+from offload.models.safetensors_layout import lay_out
+from offload.models.shares import WeightFile
 from offload.models.tensors import host_tensors
 from offload.models.torchtune import base_checkpoint, peft_adapter
+from offload.models.torchtune.conversion import to_hugging_face, with_gemma2_norms_exchanged
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +97,7 @@ class TorchtuneFormat:
                 "(check model_type and config.json, or download the files again)"
             ) from error
         if self.base.model_type == "GEMMA2":
-            model = _with_gemma2_norms_exchanged(model)
+            model = with_gemma2_norms_exchanged(model)
         if self.base.config["tie_word_embeddings"]:
             # Some files repeat the embedding as lm_head; torchtune's tied models have no such parameter.
             model.pop("output.weight", None)
@@ -112,7 +115,7 @@ class TorchtuneFormat:
             with _pointed_at(self._torchtune, output_dir=staging, checkpoint_dir=nothing), quiet_torchtune():
                 tensors = host_tensors(weights, names)
                 if self.base.model_type == "GEMMA2":
-                    tensors = _with_gemma2_norms_exchanged(tensors)
+                    tensors = with_gemma2_norms_exchanged(tensors)
                 self._torchtune.save_checkpoint({"model": tensors}, epoch=0)
                 del tensors
             (file,) = staging.glob("epoch_0/*.safetensors")
@@ -127,6 +130,22 @@ class TorchtuneFormat:
         # torchtune's own index lists the names of the base checkpoint, written or not.
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._write_companions(folder, weights)
+
+    def begin_model(self, folder: Path, empty: Mapping[str, Tensor]) -> list[WeightFile]:
+        shards = _shards(empty, SHARD_BYTES)
+        files = []
+        weight_map = {}
+        for number, names in enumerate(shards, 1):
+            tensors = self.in_files({name: empty[name] for name in names})
+            files.append(WeightFile(f"model-{number:05}-of-{len(shards):05}.safetensors", tensors))
+            weight_map.update(dict.fromkeys(lay_out(tensors)[1], files[-1].name))
+        total = sum(tensor.nbytes for file in files for tensor in file.tensors.values())
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self._write_companions(folder, empty)
+        return files
+
+    def in_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return to_hugging_face(weights, self.base.model_type, self.base.config)
 
     def _write_companions(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         config = json.loads(self.base.config_text)
@@ -160,17 +179,6 @@ class TorchtuneFormat:
             model_type=self.base.model_type,
             config=self.base.config,
         )
-
-
-def _with_gemma2_norms_exchanged(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the norms before and after each MLP into one another.
-
-    torchtune 0.6.1 reads and writes Hugging Face's ``pre_feedforward_layernorm`` as the norm after the MLP
-    and ``post_feedforward_layernorm`` as the one before it
-    (https://github.com/meta-pytorch/torchtune/issues/2850).
-    """
-    other = {"mlp_norm": "mlp_scale", "mlp_scale": "mlp_norm"}
-    return {".".join(other.get(part, part) for part in name.split(".")): model[name] for name in model}
 
 
 class _OneFile(dict[str, str]):

@@ -1,0 +1,96 @@
+"""A run's checkpoints, saved and loaded on every rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadOptimizer
+from offload.checkpoints.manager import CheckpointManager
+from offload.errors import UserError
+from offload.models.torchtune.building import fill_share
+from offload.training.resume import check_fields, put_back
+from tests.distributed import weights
+
+STATE: dict[str, Any] = {
+    "epoch": 0, "step_in_epoch": 2, "global_step": 2, "tokens_seen": 5, "seed": 1, "lr_scheduler": None,
+    "random": {}, "config": {"checkpointer": {}},
+}  # fmt: skip
+
+
+def optimizer_of(model: nn.Module, options: dict[str, Any]) -> OffloadOptimizer:
+    return OffloadOptimizer(model.named_parameters(), strategy="stream", lr=1e-2, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """With gradients that do not depend on the number of ranks."""
+    for index, param in enumerate(model.parameters()):
+        gradient = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + index))
+        gradient = gradient.to(param.dtype)
+        if hasattr(param, "device_mesh"):
+            gradient = torch.distributed.tensor.distribute_tensor(gradient, param.device_mesh, param.placements)
+        param.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+def manager(base: str, model_type: str, out: str) -> CheckpointManager:
+    return CheckpointManager(weights.torchtune_format(base, model_type), out)
+
+
+def saved(base: str, model_type: str, component: str, out: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Two steps, saved; what a third makes of the weights."""
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
+    optimizer = optimizer_of(model, options)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    state = {**STATE, "optimizer": optimizer.state_dict()}
+    manager(base, model_type, out).save(2, model=model.state_dict(), recipe_state=state)
+    step(model, optimizer, 2)
+    return weights.whole_of(model)
+
+
+def resumed(base: str, model_type: str, component: str, out: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights after the step that follows."""
+    found = manager(base, model_type, out).load_newest()
+    assert found is not None
+    folder, loaded = found
+    check_fields(loaded.recipe_state, folder)
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
+    files = sorted(folder.glob("*.safetensors"))
+    checkpoint = weights.torchtune_format(base, model_type).base
+    fill_share(model, checkpoint, files, device=weights.CPU, dtype=torch.bfloat16, source=str(folder))
+    optimizer = optimizer_of(model, options)
+    put_back(loaded.recipe_state, optimizer, None, folder)
+    step(model, optimizer, loaded.step)
+    return weights.whole_of(model)
+
+
+def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: str, failing: int) -> tuple[str, bool]:
+    """What is raised where one rank cannot write, and whether it raised on this one what a user can mend."""
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
+    optimizer = optimizer_of(model, {})
+    step(model, optimizer, 0)
+    state = {**STATE, "optimizer": optimizer.state_dict()}
+    run = manager(base, model_type, out)
+    run.save(1, model=model.state_dict(), recipe_state=state)
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == failing:
+
+            def fail(*args: Any) -> int:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(os, "pwrite", fail)
+        try:
+            run.save(2, model=model.state_dict(), recipe_state=state)
+        except UserError as error:
+            return str(error), True
+        except Exception as error:
+            return str(error), False
+    return "", False

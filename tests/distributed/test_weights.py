@@ -1,0 +1,101 @@
+"""Each rank reads its own part of a model's files, and writes it; what is written is what one process writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.distributed.tensor import Replicate, Shard
+
+from offload.models.huggingface import checkpoint as huggingface_checkpoint
+from offload.models.huggingface.checkpoint import HuggingFaceFormat
+from offload.models.huggingface.loading import from_pretrained
+from offload.models.torchtune import checkpoint as torchtune_checkpoint
+from offload.models.torchtune.building import build_as_the_base, load_weights
+from tests.distributed import weights
+from tests.distributed.ranks import Ranks
+from tests.models.huggingface import families
+from tests.models.torchtune.test_architecture import FAMILIES, write_checkpoint
+
+
+def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
+    assert got.keys() == want.keys()
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def differing_files(got: Path, want: Path) -> list[str]:
+    names = {path.relative_to(folder) for folder in (got, want) for path in folder.rglob("*") if path.is_file()}
+    read = [
+        {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
+        for folder in (got, want)
+    ]
+    return [str(name) for name in sorted(names) if read[0][name] != read[1][name]]
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def test_torchtune(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every family: rotary dimensions in another order, fused projections, tied weights."""
+    monkeypatch.setattr(torchtune_checkpoint, "SHARD_BYTES", weights.SHARD_BYTES)
+    cases = []
+    for number, (family, (model_type, path, _)) in enumerate(FAMILIES.items()):
+        write_checkpoint(tmp_path / family, family)
+        out, dtype = tmp_path / f"{family}_many", DTYPES[number % 2]
+        cases.append((str(tmp_path / family), str(out), model_type, f"torchtune.models.{path}", dtype))
+    results = ranks.run(3, weights.torchtune_there_and_back, cases)
+    for number, (folder, many, model_type, path, dtype) in enumerate(cases):
+        format = weights.torchtune_format(folder, model_type)
+        format.prepare(tmp_path)
+        section = OmegaConf.create({"_component_": path})
+        alone = build_as_the_base(
+            section, format.base, weights.Tokenizer(), device=weights.CPU, dtype=dtype, tell=lambda note: None
+        )
+        load_weights(alone, format.load_base(), source="")
+        one = tmp_path / f"{Path(folder).name}_one"
+        one.mkdir()
+        format.write_model(one, alone.state_dict(), lambda file: None)
+        want = weights.whole_of(alone)
+        assert [differing(result[number], want) for result in results] == [[]] * 3, folder
+        assert differing_files(Path(many), one) == [], folder
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(0)),
+        (Shard(0), Replicate()),
+        (Shard(1), Shard(2)),
+        (Shard(0), Shard(0)),
+    ],
+    ids=str,
+)
+def test_a_part_is_told_as_ranges_of_the_whole(placements: tuple[Any, ...], ranks: Ranks) -> None:
+    assert ranks.run(4, weights.runs_that_differ, placements) == [[]] * 4
+
+
+SAMPLED = ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "llama4_text", "falcon_h1")
+
+
+def test_transformers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied, of fused experts, with buffers that are saved, with towers that are not language."""
+    monkeypatch.setattr(huggingface_checkpoint, "SHARD_BYTES", weights.SHARD_BYTES)
+    cases = []
+    for number, family in enumerate(SAMPLED):
+        families.save(family, tmp_path / family)
+        dtype = DTYPES[number % 2]
+        cases.append((str(tmp_path / family), str(tmp_path / f"{family}_many"), dtype))
+    results = ranks.run(3, weights.huggingface_there_and_back, cases)
+    for number, (folder, many, dtype) in enumerate(cases):
+        alone = from_pretrained(folder, device=weights.CPU, dtype=dtype)
+        format = HuggingFaceFormat(Path(folder))
+        format.model = alone
+        one = tmp_path / f"{Path(folder).name}_one"
+        format.write_model(one, alone.module.state_dict(), lambda file: None)
+        want = weights.whole_of(alone.module)
+        assert [differing(result[number], want) for result in results] == [[]] * 3, folder
+        assert differing_files(Path(many), one) == [], folder

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from offload.checkpoints.manager import Loaded
 from offload.errors import UserError
-from offload.training import gathered
+from offload.models.protocol import CausalLM
 from offload.training.distributed import DistributedFinetuneRecipe, DistributedSettings
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
@@ -61,7 +61,11 @@ class FullFinetuneRecipeDistributed(DistributedFinetuneRecipe):
                 "resume_from_checkpoint: the checkpoint holds an adapter to go on with; resume it with "
                 "lora_finetune_distributed, or give this run an output_dir of its own"
             )
-        self.prepare_model(self.source.full(resumed.model if resumed else None, self.resumed_from))
+        if self.reads_parts:
+            parts: CausalLM = self.source.empty()
+        else:
+            parts = self.source.full(resumed.model if resumed else None, self.resumed_from)
+        self.prepare_model(parts)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -112,12 +116,8 @@ class FullFinetuneRecipeDistributed(DistributedFinetuneRecipe):
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
             self.check_weights()
-            return gathered.save(
-                self.checkpoints,
-                self.world,
-                self.global_step,
-                model=self.model.state_dict(keep_vars=True),
-                recipe_state=self.recipe_state(),
+            return self.checkpoints.save(
+                self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state()
             )
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from offload.checkpoints.manager import Loaded
 from offload.config.loading import Component
 from offload.models.protocol import AdaptedLM
-from offload.training import gathered
 from offload.training.distributed import DistributedFinetuneRecipe, DistributedSettings
 from offload.training.interrupt import Interrupt
 from offload.training.launch import run_recipe
@@ -117,9 +116,7 @@ class LoRAFinetuneRecipeDistributed(DistributedFinetuneRecipe):
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
             self.check_weights()
-            return gathered.save(
-                self.checkpoints,
-                self.world,
+            return self.checkpoints.save(
                 self.global_step,
                 model=None if only_adapter else self.parts.merged_weights(),
                 adapter=self.parts.adapter_weights(),

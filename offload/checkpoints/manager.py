@@ -11,11 +11,13 @@ became of it on the disk since, the checksums in its manifest tell.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import shutil
 import stat
 import tempfile
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,21 +27,24 @@ from torch import Tensor
 
 from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
-from offload.checkpoints import ranks, shared_states
+from offload.checkpoints import shared_states
 from offload.checkpoints import state as state_file
 from offload.checkpoints.disk_space import free_bytes, size
 from offload.checkpoints.manifest import FORMAT, MANIFEST_NAME, DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.sums import checksum
+from offload.distributed.world import World, current
 from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
-from offload.models.shares import Plan, begin_files, empty_like, whole, write_share
+from offload.models.shares import Plan, begin_files, empty_like, write_share
+from offload.models.tensors import whole
 from offload.paths import expanded
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
 STATE_NAME = "recipe_state.pt"
+Explained = Callable[[], "contextlib._GeneratorContextManager[None]"]
 # Headers, indexes and the file system's own blocks, on top of the tensors.
 _SPARE_BYTES = 4 * 2**20
 
@@ -51,7 +56,7 @@ class Loaded:
     Attributes:
         model: the model's names, on the CPU; None where the checkpoint has an adapter, since training goes on
             from the base model and the adapter then, not from merged weights; and where the model reads its weights
-            from the folder itself, as it does wherever several ranks share it.
+            from the folder itself, as it does wherever several processes share it.
         adapter: the model's names, on the CPU; None for full fine-tuning.
         recipe_state: as it was given to :meth:`CheckpointManager.save`. Its tensors are mapped from the file:
             copy what is kept for long, or a deleted checkpoint goes on occupying the disk.
@@ -99,7 +104,7 @@ class CheckpointManager:
 
         Removes what killed processes left behind.
         """
-        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
+        checkpoint_folders.clean(self.output_dir)
         checkpoints = whole_checkpoints(self.output_dir)
         return checkpoints[-1] if checkpoints else None
 
@@ -108,14 +113,17 @@ class CheckpointManager:
 
         A line tells of each damaged one, which is the first to be deleted from here on.
         """
-        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
-        for path in reversed(whole_checkpoints(self.output_dir)):
+        for path in reversed(current().from_main(self._whole)):
             try:
                 return path, self.load(path)
             except DamagedCheckpoint as error:
                 logger.warning("skipped: %s", error)
                 self._damaged.add(path)
         return None
+
+    def _whole(self) -> list[Path]:
+        checkpoint_folders.clean(self.output_dir)
+        return whole_checkpoints(self.output_dir)
 
     def load_chosen(self, name: str) -> tuple[Path, Loaded]:
         """The checkpoint of that name in ``output_dir`` (``step_20``), or in the folder of that path.
@@ -143,10 +151,10 @@ class CheckpointManager:
         return path, self.load(path)
 
     def load(self, path: str | Path) -> Loaded:
-        """Reads a checkpoint that :meth:`save` wrote, on any number of ranks.
+        """Reads a checkpoint that :meth:`save` wrote in any number of processes.
 
-        Where several ranks train, every one of them has to call it; each takes its part of the weights from the files
-        later, when it has the model, and of the states when they are put back.
+        Where several processes train, every one of them has to call it; each takes its part of the weights from the
+        files later, when it has the model, and of the states when they are put back.
 
         Raises:
             DamagedCheckpoint: if it is incomplete or damaged.
@@ -154,8 +162,11 @@ class CheckpointManager:
         """
         path = Path(path).expanduser().absolute()
         manifest = checkpoint_manifest.read(path)
-        names = sorted(manifest.sums)[ranks.rank() :: ranks.count()]
-        ranks.together(lambda: checkpoint_manifest.verify(path, manifest, names))
+        world = current()
+        # Each process reads a part of the files, and all learn whether one of them is damaged.
+        problem = checkpoint_manifest.difference(path, manifest, sorted(manifest.sums)[world.rank :: world.size])
+        for message in filter(None, world.gathered(problem)):
+            raise DamagedCheckpoint(message)
         adapter, state = _read_state(path)
         model = None
         if adapter is None:
@@ -168,7 +179,7 @@ class CheckpointManager:
                         f"{path / name} is damaged: {error}: resume from another checkpoint"
                     ) from error
             try:
-                model = None if ranks.are_several() else self.format.load(path, names)
+                model = None if world.size > 1 else self.format.load(path, names)
             except (UserError, MemoryError):
                 raise
             except Exception as error:  # it reads config.json
@@ -190,8 +201,8 @@ class CheckpointManager:
     ) -> Path:
         """Writes ``output_dir/step_<step>``, replacing one of that name, and then deletes what is too old.
 
-        Where several ranks train, every one of them has to call it, with its parts of weights and states: each writes
-        those, and the folder gets its name when all are done.
+        Where several processes train, every one of them has to call it, with its parts of weights and states: each
+        writes those, and the folder gets its name when all are done.
 
         Nothing that is given is modified, and nothing of it may change until this returns: tensors of the CPU
         are written from where they are, those of an accelerator by way of the host, a part
@@ -217,62 +228,78 @@ class CheckpointManager:
             raise ValueError("a checkpoint needs a model, an adapter or both")
         if adapter is not None and adapter_config is None:
             raise ValueError("adapter_config is required with adapter")
-        ranks.by_first(lambda: checkpoint_folders.clean(self.output_dir))
+        world = current()
+        world.from_main(lambda: checkpoint_folders.clean(self.output_dir))
         recipe_state, shared = _without_shared_states(recipe_state)
         adapter = None if adapter is None else {name: whole(tensor) for name, tensor in adapter.items()}
         state = _prepare_state(recipe_state, adapter)
         final = self.output_dir / f"step_{step}"
         needed = state.nbytes + _nbytes(model) + _nbytes(adapter) + _nbytes(shared) + _SPARE_BYTES
-        ranks.by_first(lambda: self._check_space(final, needed))
+        world.from_main(lambda: self._check_space(final, needed))
 
-        temporary = ranks.by_first(lambda: checkpoint_folders.sibling(final, "tmp"))
+        temporary = world.from_main(lambda: checkpoint_folders.sibling(final, "tmp"))
+        sums: dict[str, str] = {}
+
+        def write_rest() -> None:
+            if adapter is not None:
+                assert adapter_config is not None
+                self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
+            sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
+            _allow_as_usual(temporary)
+
+        def finish() -> None:
+            self._write_manifest(temporary, step, sums)
+            checkpoint_folders.fsync_tree(temporary)
+            checkpoint_folders.publish(temporary, final)
+
+        explained = functools.partial(self._explained, final, needed)
         try:
-            ranks.by_first(lambda: temporary.mkdir(parents=True))
-            sums: dict[str, str] = {}
-
-            def written(file: Path) -> None:
-                sums[file.name] = checksum(file)  # while it is in the page cache
-
-            def write_rest() -> None:
-                if adapter is not None:
-                    assert adapter_config is not None
-                    self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
-                sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
-                _allow_as_usual(temporary)
-
-            def finish() -> None:
-                self._write_manifest(temporary, step, sums)
-                checkpoint_folders.fsync_tree(temporary)
-                checkpoint_folders.publish(temporary, final)
-
-            if model is not None and ranks.are_several():
-                self._write_shares(temporary, model)
-            elif model is not None:
-                self.format.write_model(temporary, model, written)
-            ranks.together(lambda: shared_states.write(temporary, shared))
-            ranks.by_first(write_rest)
-            if ranks.are_several():
-                sums |= _sums_by_all(temporary, without=sums)
-            ranks.by_first(finish)
-        except BaseException as error:
-            free = free_bytes(self.output_dir)
-            if ranks.rank() == 0:
+            world.from_main(explained()(lambda: temporary.mkdir(parents=True)))
+            if model is not None:
+                sums |= self._write_model(temporary, model, world, explained)
+            with world.together(), explained():
+                shared_states.write(temporary, shared)
+            world.from_main(explained()(write_rest))
+            if world.size > 1:
+                sums |= _sums_by_all(temporary, world, explained, without=sums)
+            world.from_main(explained()(finish))
+        except BaseException:
+            if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, (OSError, SafetensorError)):
-                raise self._cannot_save(final, needed, free, first_line(error)) from error
             raise
-        ranks.by_first(lambda: self._delete_old(final))
+        world.from_main(lambda: self._delete_old(final))
         return final
 
-    def _write_shares(self, folder: Path, model: Mapping[str, Tensor]) -> None:
-        """The model by all ranks, each its part."""
+    def _write_model(
+        self, folder: Path, model: Mapping[str, Tensor], world: World, explained: Explained
+    ) -> dict[str, str]:
+        """The model, by all processes, each its part; returns checksums that are known already."""
+        sums = {}
+
+        def written(file: Path) -> None:
+            sums[file.name] = checksum(file)  # while it is in the page cache
+
+        if world.size == 1:
+            with explained():
+                self.format.write_model(folder, model, written)
+            return sums
         empty = empty_like(model)
 
         def begin() -> Plan:
             return begin_files(folder, self.format.begin_model(folder, empty), empty, self.format.in_files)
 
-        plan = ranks.by_first(begin)
-        ranks.together(lambda: write_share(folder, plan, model, self.format.in_files))
+        plan = world.from_main(explained()(begin))
+        with world.together(), explained():
+            write_share(folder, plan, model, self.format.in_files)
+        return sums
+
+    @contextlib.contextmanager
+    def _explained(self, final: Path, needed: int) -> Iterator[None]:
+        """Turns a failure to write into what a user can mend."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise self._cannot_save(final, needed, free_bytes(self.output_dir), first_line(error)) from error
 
     def _write_manifest(self, folder: Path, step: int, sums: Mapping[str, str]) -> None:
         sequence = checkpoint_manifest.next_sequence(self.output_dir)
@@ -329,14 +356,17 @@ def _without_shared_states(state: Mapping[str, Any]) -> tuple[dict[str, Any], di
     return {**state, "optimizer": {**optimizer, "state": rest}}, shared
 
 
-def _sums_by_all(folder: Path, without: Container[str]) -> dict[str, str]:
-    """Checksums of a folder's files, divided among ranks."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [name for path in paths if (name := path.relative_to(folder).as_posix()) not in without]
-    names = ranks.by_first(lambda: names)
-    mine = names[ranks.rank() :: ranks.count()]
-    found = ranks.together(lambda: {name: checksum(folder / name) for name in mine})
-    return {name: text for sums in found for name, text in sums.items()}
+def _sums_by_all(folder: Path, world: World, explained: Explained, without: Container[str]) -> dict[str, str]:
+    """Checksums of a folder's files, computed by all processes."""
+
+    def list_files() -> list[str]:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return [name for name in names if name not in without]
+
+    names = world.from_main(list_files)
+    with world.together(), explained():
+        mine = {name: checksum(folder / name) for name in names[world.rank :: world.size]}
+    return {name: text for sums in world.gathered(mine) for name, text in sums.items()}
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:

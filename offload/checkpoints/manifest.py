@@ -100,7 +100,7 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def difference(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
     """Compares checksums of files with the manifest's; reads every byte once.
 
     Args:
@@ -108,22 +108,21 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
         manifest: its.
         names: of the files.
 
-    Raises:
-        DamagedCheckpoint: if one differs or cannot be read.
+    Returns:
+        What to say of the first that differs or cannot be read; None if they are as they were written.
     """
     for name in names:
         expected = manifest.sums[name]
         try:
             found = checksum(folder / name)
         except OSError as error:
-            raise DamagedCheckpoint(
-                f"{folder} is damaged: {name} cannot be read ({error.strerror}): resume from another checkpoint"
-            ) from error
+            return f"{folder} is damaged: {name} cannot be read ({error.strerror}): resume from another checkpoint"
         if found != expected:
-            raise DamagedCheckpoint(
+            return (
                 f"{folder} is damaged: {name} is not what was written (its checksum differs): resume from another "
                 "checkpoint"
             )
+    return None
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from offload.engine.shards import empty_as, has_blocks, is_distributed
@@ -43,8 +44,13 @@ def write(folder: Path, shared: Mapping[str, Tensor]) -> None:
         folder: of the checkpoint.
         shared: DTensors.
     """
-    if shared:
+    if not shared:
+        return
+    try:
         dcp.save(dict(shared), storage_writer=dcp.FileSystemWriter(folder / STATES_DIR))
+    except CheckpointException as error:  # of some ranks, on all of them
+        for cause, _ in error.failures.values():
+            raise cause from error
 
 
 class SavedStates(Mapping[int, dict[str, Any]]):

@@ -121,9 +121,7 @@ def runs(tensor: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def is_first_copy(tensor: Any) -> bool:
-    """Whether this rank is the first of those that have the same part of a tensor."""
-    if not is_distributed(tensor):
-        return torch.distributed.get_rank() == 0
+    """Whether this rank is the first of those that have the same part of a DTensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     cut = sharded_by(tensor)
     return coordinate is not None and all(at == 0 for dim, at in enumerate(coordinate) if dim not in cut)

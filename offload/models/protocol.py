@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from offload.models.shares import WeightFile
@@ -68,6 +69,9 @@ class CausalLM(Protocol):
 
     def offload_activations(self) -> contextlib.AbstractContextManager[Any]:
         """A context for forward in which what is kept for backward goes to host memory, and comes back for it."""
+
+    def settle(self) -> None:
+        """Find out what its weights tell of how to call it, when they have come after it was built."""
 
     def compile_layers(self) -> None:
         """Compile each layer in place; the first step pays for it."""
@@ -154,6 +158,10 @@ class ModelSource(Protocol):
     masks_documents: bool
 
     @property
+    def can_fill(self) -> bool:
+        """Whether :meth:`fill` reads its weights. It does not where they are packed in the files, or to be packed."""
+
+    @property
     def format(self) -> ModelFormat:
         """How its weights are read and written."""
 
@@ -173,6 +181,22 @@ class ModelSource(Protocol):
         Args:
             saved: the weights of the checkpoint to go on from, where :attr:`format` reads them.
             folder: of that checkpoint; None to begin with the base model.
+        """
+
+    def empty(self) -> CausalLM:
+        """The model to train whole, as :meth:`full` gives it, but on the meta device, to be divided among processes and
+        then filled."""
+
+    def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
+        """Give a model memory and weights, of which each process reads its part from the files.
+
+        Args:
+            model: of :meth:`empty`, divided.
+            folder: of the checkpoint to go on from; None to begin with the base model.
+            device: of this process.
+
+        Raises:
+            UserError: as :meth:`full`.
         """
 
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from offload.engine.fsdp import groups_of
 from offload.engine.shards import is_distributed, is_first_copy, local, local_state, runs
 from offload.models.routes import Convert, Range, Route, find_route
 from offload.models.safetensors_layout import lay_out
-from offload.models.tensors import host_tensor
+from offload.models.tensors import host_tensor, whole
 from offload.models.weight_files import WeightFiles, bytes_of
 
 STEP_BYTES = 64 * 2**20
@@ -123,7 +122,10 @@ class Plan:
 
 
 def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole of each weight on the meta device."""
+    """The whole of each weight on the meta device; those that are made when they are asked for are not made (their
+    mapping has an attribute ``empty``)."""
+    if (empty := getattr(weights, "empty", None)) is not None:
+        return dict(empty)
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.items()}
 
 
@@ -156,7 +158,8 @@ def write_share(folder: Path, plan: Plan, weights: Mapping[str, Tensor], convert
     Args:
         folder: where :func:`begin_files` has made the files.
         plan: what it returned.
-        weights: DTensors, or plain tensors that all ranks have.
+        weights: DTensors, or plain tensors that all ranks have; some mappings make one when it is asked for, and every
+            rank asks for the same ones in the same order.
         convert: as there.
 
     Raises:
@@ -167,9 +170,11 @@ def write_share(folder: Path, plan: Plan, weights: Mapping[str, Tensor], convert
         by_source: dict[str, list[tuple[str, Range]]] = {}
         for name, origin in plan.route.ranges.items():
             by_source.setdefault(origin.source, []).append((name, origin))
-        for source, targets in by_source.items():
-            if is_first_copy(weights[source]):
-                _write_ranges(files, plan, weights[source], targets)
+        for number, (source, targets) in enumerate(by_source.items()):
+            weight = weights[source]
+            if is_first_copy(weight) if is_distributed(weight) else number % size == rank:
+                _write_ranges(files, plan, weight, targets)
+            del weight
         for number, mixture in enumerate(plan.route.mixtures):
             is_mine = number % size == rank
             sources = {}
@@ -178,18 +183,16 @@ def write_share(folder: Path, plan: Plan, weights: Mapping[str, Tensor], convert
                 if is_mine:
                     sources[name] = host_tensor(gathered, name)
                 del gathered
-            if is_mine:
-                converted = convert(sources)
+            if is_mine and files.error is None:
+                try:
+                    converted = convert(sources)
+                except Exception as error:  # the other ranks go on
+                    files.error = error
+                    continue
                 for name in mixture.targets:
                     files.write(plan.places[name], 0, converted[name])
     if files.error is not None:
         raise files.error
-
-
-def whole(tensor: Any) -> Tensor:
-    """A tensor with all of its elements on this rank; every rank has to call it for a DTensor."""
-    gathered: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
-    return gathered
 
 
 def _write_ranges(files: _Files, plan: Plan, weight: Tensor, targets: Sequence[tuple[str, Range]]) -> None:
@@ -210,13 +213,13 @@ class _Files:
     """Files that are there, to write into.
 
     Attributes:
-        error: of the first write that failed; nothing is written from then on.
+        error: the first that came up; nothing is written from then on.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def write(self, place: _Place, start: int, values: Tensor) -> None:
         """Elements of a tensor from ``start`` on."""

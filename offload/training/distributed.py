@@ -9,9 +9,8 @@ import torch
 
 from offload.config.loading import AtLeast
 from offload.device import DTYPES
-from offload.distributed.sharding import find_mesh, shard
+from offload.distributed.sharding import find_mesh, reshard, shard
 from offload.errors import UserError
-from offload.training import gathered
 from offload.training.finetune import FinetuneRecipe
 from offload.training.settings import TrainSettings
 
@@ -37,12 +36,17 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
     settings: DistributedSettings
 
     @property
+    def reads_parts(self) -> bool:
+        """Whether each process reads its part of the weights from the files, once the model is divided."""
+        return self.world.size > 1 and not self.adapts and self.source.can_fill
+
+    @property
     def loading_device(self) -> torch.device:
         """Where a model is put that is whole: one device need not have room for it."""
-        return self.device if self.world.size == 1 else gathered.LOADED_ON
+        return self.device if self.world.size == 1 else torch.device("cpu")
 
     def divide(self) -> None:
-        """Leave each process its part of the model's parameters, on its device."""
+        """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""
         if self.world.size == 1:
             return
         settings = self.settings
@@ -62,3 +66,8 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
                 f"model: {type(self.model).__name__} cannot be divided among processes by FSDP2: "
                 f"{' '.join(str(error).split())}; use a *_single_device recipe"
             ) from error
+        if self.reads_parts:
+            with self.world.together():
+                self.source.fill(self.parts, self.resumed_from, self.device)
+            self.parts.settle()
+            reshard(self.model)

@@ -27,6 +27,7 @@ from offload.data.batches import Batch, Batches, build_batches
 from offload.data.labels import IGNORE_INDEX
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype, is_here, random_state, set_random_state
+from offload.distributed.sharding import reshard
 from offload.distributed.world import current
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
@@ -175,22 +176,13 @@ class FinetuneRecipe:
             self.checkpoints.best = self.checkpoints.output_dir / f"step_{self.best.step}"
 
     def _find_checkpoint(self) -> Loaded | None:
-        """The checkpoint to go on from: the main process chooses it."""
-        mine: list[Loaded] = []
-
-        def choose() -> Path | None:
-            found = self._choose_checkpoint()
-            if found is not None:
-                mine.append(found[1])
-            return None if found is None else found[0]
-
-        self.resumed_from = self.world.from_main(choose)
-        if self.resumed_from is None:
+        """The checkpoint to go on from."""
+        found = self._choose_checkpoint()
+        if found is None:
             if self.settings.resume_from_checkpoint == AUTO:
                 self.cfg.resume_from_checkpoint = False  # what is recorded, and whether wandb continues a run
             return None
-        with self.world.together():
-            loaded = mine[0] if mine else self.checkpoints.load(self.resumed_from)
+        self.resumed_from, loaded = found
         self.resumed_config = loaded.recipe_state["config"]
         say(f"resuming from {self.resumed_from}")
         return loaded
@@ -323,7 +315,9 @@ class FinetuneRecipe:
         settings = self.settings
         self.parts, self.model = parts, parts.module
         self.check_length(parts.max_seq_len)
-        if any(batches.is_packed for batches in (self.batches, self.held_out) if batches is not None):
+        is_packed = any(batches.is_packed for batches in (self.batches, self.held_out) if batches is not None)
+        has_weights = not next(self.model.parameters()).is_meta  # else it gets them when it is divided
+        if is_packed and has_weights:
             parts.check_packs()
         if settings.compile:
             parts.compile_layers()
@@ -334,6 +328,9 @@ class FinetuneRecipe:
             device=self.device,
             divide=self.divide,
         )
+        if is_packed and not has_weights:
+            parts.check_packs()
+            reshard(self.model)
         self.loss = SummedLoss(parts, self.loss_fn, compile=settings.compile)
         self.model.train()
         sizes = [(num_elements(p), p.requires_grad) for p in self.model.parameters()]

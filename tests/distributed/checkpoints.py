@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from offload.checkpoints.manager import CheckpointManager
+from offload.distributed.world import PeerError
 from offload.errors import UserError
 from offload.models.torchtune.building import fill_share
 from offload.training.resume import check_fields, put_back
@@ -73,7 +74,7 @@ def resumed(base: str, model_type: str, component: str, out: str, options: dict[
 
 
 def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: str, failing: int) -> tuple[str, bool]:
-    """What is raised where one rank cannot write, and whether it raised on this one what a user can mend."""
+    """What is said where one rank cannot write, and whether the run stops here as for what a user can mend."""
     model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
     optimizer = optimizer_of(model, {})
     step(model, optimizer, 0)
@@ -91,6 +92,6 @@ def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: st
             run.save(2, model=model.state_dict(), recipe_state=state)
         except UserError as error:
             return str(error), True
-        except Exception as error:
-            return str(error), False
+        except PeerError as error:
+            return "", error.status == 2
     return "", False

@@ -75,10 +75,12 @@ def test_resumed_on_any_number_of_ranks_and_on_none(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_fails_on_one_rank(failing: int, base: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Every rank says so in one line, nothing of the checkpoint remains, and the one before is whole."""
+    """That rank says so in one line and the others stop, nothing of the checkpoint remains, the one before is whole."""
     given = (base, "LLAMA3", "torchtune.models.llama3.llama3", str(tmp_path / "run"), failing)
-    for message, is_for_users in ranks.run(2, checkpoints.saved_while_a_disk_fails, *given):
-        assert is_for_users and "No space left on device" in message and "step_2" in message
+    answers = ranks.run(2, checkpoints.saved_while_a_disk_fails, *given)
+    assert [stops for _, stops in answers] == [True, True]
+    assert "No space left on device" in answers[failing][0] and "step_2" in answers[failing][0]
+    assert answers[1 - failing][0] == ""
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_1"]
     manager = CheckpointManager(weights.torchtune_format(base, "LLAMA3"), tmp_path / "run")
     assert manager.load(tmp_path / "run" / "step_1").step == 1

@@ -19,7 +19,6 @@ from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 from offload.models.huggingface.quantized import is_in_4bit, plain
-from offload.models.size import num_elements
 from offload.models.tensors import whole
 
 ADAPTER = "default"
@@ -119,12 +118,16 @@ class AdaptedModel(HuggingFaceModel):
         and the live model is not touched."""
         return _Merged(self._model)
 
+    @property
+    def in_checkpoints(self) -> Any:
+        base = self._model.get_base_model()
+        return _unquantized(base) if self.is_in_4bit else base
+
     def save(self, folder: Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
         """Write the base model with ``weights``, of :meth:`merged_weights`."""
         # Merged weights are new ones: the host has room for a whole model of them.
         on_host = {name: weights[name].cpu() for name in weights}
-        base = self._model.get_base_model()
-        save_pretrained(_unquantized(base) if self.is_in_4bit else base, folder, on_host, max_shard_bytes)
+        save_pretrained(self.in_checkpoints, folder, on_host, max_shard_bytes)
 
 
 def _unquantized(model: Any) -> Any:
@@ -235,15 +238,21 @@ class _Merged(Mapping[str, Tensor]):
                 self._of[f"{own_name}.{attribute}" if own_name else attribute] = (source, attribute)
 
     @property
-    def nbytes(self) -> int:
-        """Of all of them, without making one."""
-        total = 0
-        for module, attribute in self._of.values():
+    def empty(self) -> dict[str, Tensor]:
+        """All of them on the meta device, without making one."""
+        empty = {}
+        for name, (module, attribute) in self._of.items():
             owner: Any = module.get_base_layer() if id(module) in self._adapted else module  # type: ignore[operator]
             tensor = _get(owner, attribute)
             state = getattr(tensor, "quant_state", None)
-            total += num_elements(tensor) * (tensor if state is None else state).dtype.itemsize
-        return total
+            shown = tensor if state is None else state
+            empty[name] = torch.empty(shown.shape, dtype=shown.dtype, device="meta")
+        return empty
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(tensor.nbytes for tensor in self.empty.values())
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self._of[name]

@@ -59,7 +59,10 @@ class HuggingFaceModel:
         else:
             self.has_separate_head, self._head.changes = tried.has_separate_head, tried._head.changes
         if self._device.type != "meta":
-            self._packs.settle()
+            self.settle()
+
+    def settle(self) -> None:
+        self._packs.settle()
 
     @property
     def _device(self) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload.config.loading import instantiate
 from offload.errors import UserError
+from offload.models.huggingface import shares
 from offload.models.huggingface.adapter import AdaptedModel
 from offload.models.huggingface.attention import check_attention
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
@@ -104,8 +105,8 @@ class HuggingFaceSource:
             )
         return instantiate(self._adapter)
 
-    def _load(self, folder: Path | None) -> HuggingFaceModel:
-        model = self._open(folder, self._device)
+    def _load(self, folder: Path | None, device: torch.device) -> HuggingFaceModel:
+        model = self._open(folder, device)
         if (warning := end_warning(self._tokenizer, model.module.config)) is not None:
             self._tell(f"warning: {warning}")
         if model.dequantized is not None:
@@ -128,7 +129,7 @@ class HuggingFaceSource:
         return model
 
     def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
-        model = self._load(folder)
+        model = self._load(folder, self._device)
         if model.is_in_4bit:
             raise UserError(
                 f"model.path: the weights in {self.format.directory} are in 4 bits, which cannot be trained: use the "
@@ -136,9 +137,21 @@ class HuggingFaceSource:
             )
         return model
 
+    @property
+    def can_fill(self) -> bool:
+        folder = self.format.directory
+        return not self._section.get("load_in_4bit") and (not folder.is_dir() or stored_format(folder) is None)
+
+    def empty(self) -> CausalLM:
+        return self._load(None, _META)
+
+    def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
+        assert isinstance(model, HuggingFaceModel)
+        shares.fill(model.module, folder or self.format.directory, lambda: self._open(folder, _META).module, device)
+
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
         config = self._adapter_config()
-        model = AdaptedModel(self._load(None), config)
+        model = AdaptedModel(self._load(None, self._device), config)
         if model.left_out:
             self._tell(
                 f"adapter.target_modules=all-linear: without {', '.join(model.left_out)}, whose output is more than a "

@@ -142,12 +142,18 @@ class _Merged(Mapping[str, Tensor]):
         return len(self._names)
 
     @property
+    def empty(self) -> dict[str, Tensor]:
+        """All of them on the meta device, without making one."""
+        params = ((name, self._params[name]) for name in self._names)
+        return {
+            name: torch.empty(param.shape, dtype=self._dtype if is_nf4(param) else param.dtype, device="meta")
+            for name, param in params
+        }
+
+    @property
     def nbytes(self) -> int:
-        """Of all of them, without making one."""
-        return sum(
-            tensor.numel() * (self._dtype if is_nf4(tensor) else tensor.dtype).itemsize
-            for tensor in map(self._params.__getitem__, self._names)
-        )
+        """Of all of them."""
+        return sum(tensor.nbytes for tensor in self.empty.values())
 
     def _whole(self, name: str) -> Tensor:
         tensor = whole(self._params[name])

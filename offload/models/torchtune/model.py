@@ -55,6 +55,9 @@ class TorchtuneModel:
     def check_packs(self) -> None:
         return None  # each of its layers attends by the mask that it is given
 
+    def settle(self) -> None:
+        return None
+
     def checkpoint_activations(self) -> None:
         from torchtune.modules import TransformerSelfAttentionLayer
         from torchtune.training import set_activation_checkpointing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.models.protocol import AdaptedLM, CausalLM
 from offload.models.torchtune import architecture, lora
-from offload.models.torchtune.building import build_as_the_base, build_model, load_weights
+from offload.models.torchtune.building import build_as_the_base, build_model, fill_share, load_weights
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.models.torchtune.model import AdaptedTorchtuneModel, TorchtuneModel
 
@@ -72,23 +72,39 @@ class TorchtuneSource:
             lora.prepare_adapter(model)
         return TorchtuneModel(model)
 
-    def _build(self) -> torch.nn.Module:
+    def _build(self, device: torch.device) -> torch.nn.Module:
         """The model, without weights yet; what config.json of the base checkpoint says of it holds."""
         base = self.format.base
         model = build_as_the_base(
-            self._section, base, self._tokenizer, device=self._device, dtype=self._dtype, tell=self._tell
+            self._section, base, self._tokenizer, device=device, dtype=self._dtype, tell=self._tell
         )
         for note in architecture.context_notes(base, getattr(self._tokenizer, "max_seq_len", None)):
             self._tell(f"note: {note}")
         return model
 
     def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
-        model = self._build()
+        model = self._build(self._device)
         load_weights(model, self.format.load_base() if saved is None else saved, source=self._origin)
         return TorchtuneModel(model)
 
+    @property
+    def can_fill(self) -> bool:
+        return not self._section.get("quantize_base")
+
+    def empty(self) -> CausalLM:
+        return TorchtuneModel(self._build(_META))
+
+    def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
+        base = self.format.base
+        if folder is None:
+            files = [base.directory / name for name in base.files]
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+        source = self._origin if folder is None else str(folder)
+        fill_share(model.module, base, files, device=device, dtype=self._dtype, source=source)
+
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
-        model = self._build()
+        model = self._build(self._device)
         lora.prepare_adapter(model)
         lora.load_base_weights(model, self.format.load_base(), source=self._origin)
         if folder is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.forecast import kind_of, probe_shape
+from offload.engine.shards import is_distributed
 from offload.engine.units import components
 from offload.errors import UserError
 
@@ -66,6 +67,8 @@ def state_bytes(optimizer: torch.optim.Optimizer, build: Callable[[Named], torch
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, Tensor):
+        if is_distributed(value):
+            return value.numel() * value.element_size()
         return sum(part.numel() * part.element_size() for part in components(value))
     if isinstance(value, Mapping):
         return sum(_nbytes(item) for item in value.values())

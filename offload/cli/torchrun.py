@@ -46,7 +46,8 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     if recipe.path.parent != registry.recipes_dir():  # modules of the user's in the current folder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes tell what went wrong
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
     try:
         run.run(arguments)

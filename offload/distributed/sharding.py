@@ -14,23 +14,40 @@ from offload.distributed.world import World
 from offload.errors import UserError
 
 
-def find_mesh(world: World, device: torch.device, *, replicate: int = 1) -> DeviceMesh:
-    """The mesh of all processes: one dimension, ``shard``; or with replicas two, ``replicate`` and ``shard``.
-
-    Args:
-        world: of more than one process.
-        device: that trains.
-        replicate: how many times the model is there; each replica is sharded over its part of the processes.
+def check_shape(world: World, *, replicate: int = 1, reshard_after_forward: bool | int = True) -> None:
+    """Refuse replicas, and a number of processes to reshard among, that do not divide the processes, where there are
+    several.
 
     Raises:
-        UserError: the processes cannot be divided so.
+        UserError: names the key.
     """
+    if world.size == 1:
+        return
     if world.size % replicate:
         divisors = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
         raise UserError(
             f"data_parallel_replicate_dim: got {replicate}, expected a divisor of the {world.size} processes: "
             f"{divisors}"
         )
+    processes = world.size // replicate
+    if isinstance(reshard_after_forward, bool):
+        return
+    if not 1 < reshard_after_forward < processes or processes % reshard_after_forward:
+        raise UserError(
+            f"reshard_after_forward: got {reshard_after_forward}, expected True, False, or a number that divides the "
+            f"{processes} processes of a model, above 1 and below {processes}"
+        )
+
+
+def find_mesh(world: World, device: torch.device, *, replicate: int = 1) -> DeviceMesh:
+    """The mesh of all processes: one dimension, ``shard``; or with replicas two, ``replicate`` and ``shard``.
+
+    Args:
+        world: of more than one process.
+        device: that trains.
+        replicate: how many times the model is there, a divisor of the processes; each replica is divided among its part
+            of them.
+    """
     if replicate == 1:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     shape = (replicate, world.size // replicate)
@@ -59,17 +76,7 @@ def shard(
             backward; False keeps them from the first forward of a step to its last backward; a number keeps them
             divided among so many processes.
         reduce_dtype: in which gradients are summed; None for their own.
-
-    Raises:
-        UserError: ``reshard_after_forward`` is a number that does not divide the processes.
     """
-    processes = mesh.size(mesh.ndim - 1)
-    is_number = not isinstance(reshard_after_forward, bool)
-    if is_number and not (1 < reshard_after_forward < processes and processes % reshard_after_forward == 0):
-        raise UserError(
-            f"reshard_after_forward: got {reshard_after_forward}, expected True, False, or a number that divides the "
-            f"{processes} processes of a model, above 1 and below {processes}"
-        )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)

@@ -25,8 +25,13 @@ def standalone(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether several processes have parts of a tensor (a DTensor)."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which several processes have parts (a DTensor), which all have to ask; any other as it is."""
+    """All of a tensor that is divided among processes, which all have to ask; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -7,10 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
+from offload.checkpoints.manager import Loaded
 from offload.config.loading import AtLeast
 from offload.device import DTYPES
-from offload.distributed.sharding import find_mesh, reshard, shard
+from offload.distributed.sharding import check_shape, find_mesh, reshard, shard
+from offload.distributed.world import current
 from offload.errors import UserError
+from offload.metrics.lines import say
 from offload.training.finetune import FinetuneRecipe
 from offload.training.settings import TrainSettings
 
@@ -34,6 +37,21 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
 
     is_distributed: ClassVar[bool] = True
     settings: DistributedSettings
+
+    @classmethod
+    def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
+        assert isinstance(settings, DistributedSettings)
+        check_shape(
+            current(),
+            replicate=settings.data_parallel_replicate_dim,
+            reshard_after_forward=settings.reshard_after_forward,
+        )
+        return super().check(settings, notes=notes)
+
+    def setup_run(self) -> Loaded | None:
+        if self.world.size == 1:
+            say("one process: tune run --nproc_per_node N divides the model among N")
+        return super().setup_run()
 
     @property
     def reads_parts(self) -> bool:

@@ -395,6 +395,7 @@ class FinetuneRecipe:
                 state,
                 total_steps=self.total_steps,
                 has_adapter=resumed.adapter is not None,
+                processes=self.world.size,
             ):
                 say(f"note: {note}")
             if state.get("num_rows", self.batches.num_rows) != self.batches.num_rows:
@@ -479,6 +480,7 @@ class FinetuneRecipe:
             "tokens_seen": self.reporter.tokens.tokens_seen() if self.reporter else 0,
             "seed": self.seed,
             "num_rows": self.batches.num_rows,
+            "processes": self.world.size,
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "random": random_state(self.device),

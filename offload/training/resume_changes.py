@@ -79,6 +79,7 @@ def resume_notes(
     *,
     total_steps: int = 0,
     has_adapter: bool = False,
+    processes: int = 1,
 ) -> Iterator[str]:
     """A line for each setting that differs from the checkpoint's run, and whether it is used.
 
@@ -88,12 +89,22 @@ def resume_notes(
         state: the checkpoint's recipe state.
         total_steps: of this run.
         has_adapter: the checkpoint goes on from the base model that ``checkpointer`` names.
+        processes: that share each batch.
     """
     state = state or {}
     now, saved = resolved_and_masked(cfg), masked(saved)  # what was masked when it was saved differs in nothing else
     keys = (*_ORDER, *_TOLD, "checkpointer") if has_adapter else (*_ORDER, *_TOLD)
+    before = state.get("processes", 1)
     for key, old, new in _changes(keys, saved, now):
+        if key == "batch_size" and old * before == new * processes:
+            continue
         yield f"{key} is {_short(new)} now and was {_short(old)} in the checkpoint's run: the run changes here"
+    if before != processes and saved.get("batch_size") == now.get("batch_size"):
+        yield (
+            f"batch_size={now.get('batch_size')} is that of each of {processes} processes now, of {before} in the "
+            f"checkpoint's run: the run changes here; batch_size={now.get('batch_size') * before / processes:g} is as "
+            "many samples in all"
+        )
     yield from _optimizer_notes(saved.get("optimizer") or {}, now.get("optimizer") or {}, state.get("optimizer") or {})
     yield from _schedule_notes(saved, now, state, total_steps)
 

@@ -19,7 +19,7 @@ from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 from offload.models.huggingface.quantized import is_in_4bit, plain
-from offload.models.tensors import whole
+from offload.models.tensors import is_divided, whole
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -258,7 +258,8 @@ class _Merged(Mapping[str, Tensor]):
         module, attribute = self._of[name]
         if id(module) in self._adapted:
             return _merged_layer(module, attribute)
-        return plain(_get(module, attribute))
+        value = _get(module, attribute)
+        return value if is_divided(value) else plain(value)  # a tied weight stays one object
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)
@@ -273,7 +274,7 @@ def _merged_layer(layer: Any, attribute: str) -> Tensor:
     copied = copy.deepcopy(layer)
     for module in copied.modules():
         for name, param in module.named_parameters(recurse=False):
-            if whole(param) is not param:  # of a model that processes share
+            if is_divided(param):
                 setattr(module, name, nn.Parameter(whole(param.detach()), requires_grad=param.requires_grad))
     if is_in_4bit(copied.get_base_layer()):
         return _merged_with_4bit(copied, attribute)

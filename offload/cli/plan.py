@@ -200,11 +200,9 @@ class _Run:
 
         settings = self._load(changes)
         if self._planner is None:
-            import psutil
+            from offload.training.budgeting import Planner, process_of_a_run
 
-            from offload.training.budgeting import Planner
-
-            self._planner = Planner(psutil.Process().memory_info().rss, adapts=self._class.adapts)
+            self._planner = Planner(process_of_a_run, adapts=self._class.adapts)
         dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
         return self._planner.plan(settings, self._device, dtype)
 
@@ -311,8 +309,6 @@ def _limits(device: Any, vram: int | None, ram: int | None, card: str | None) ->
 
 
 def _text(title: str, found: Any, dtype: str, limits: Limits) -> str:
-    from offload.plan.budget import DEVICE, DISK, HOST, LOCKED
-
     count = f"{found.parameters / 1e9:,.2f} B" if found.parameters >= 1e8 else f"{found.parameters / 1e6:,.2f} M"
     share = "all trained" if found.trained == found.parameters else f"{found.trained / 1e6:,.1f} M trained"
     lines = [
@@ -320,13 +316,7 @@ def _text(title: str, found: Any, dtype: str, limits: Limits) -> str:
         "",
     ]
     budget = found.budget
-    width = max(len(item.name) for item in budget.items)
-    for place in (DEVICE, LOCKED, HOST, DISK):
-        items = [item for item in budget.items if item.place == place]
-        for index, item in enumerate(items):
-            start = place if index == 0 else ""
-            amount = f"{item.nbytes / GIB:8.2f} GiB" if item.nbytes >= GIB / 200 else f"{item.nbytes / 2**20:8.2f} MiB"
-            lines.append(f"{start:<18}{item.name:<{width}} {amount}  {item.note}".rstrip())
+    lines += budget.lines()
     for what, total, limit in (("GPU", budget.device, limits.device), ("host", budget.host, limits.host)):
         if not total:
             continue

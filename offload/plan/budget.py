@@ -27,8 +27,17 @@ CUDA_LIBRARIES = int(2.5 * GIB)
 """Of the host, beyond what a process without a GPU takes: CUDA's and its libraries' code and tables. An estimate: no
 recorded run has checked it."""
 
+KERNELS = 6 << 20
+"""Of the host, pages of PyTorch's and MKL's libraries that the first step of a run on the CPU reads: 6.2 MiB in runs of
+tiny_llama_offload, by the resident file pages before and after it."""
+
 OS_SHARE = 0.05
 """Of the host's memory, what the system and other programs are left."""
+
+
+def readable(nbytes: int) -> str:
+    """Bytes as tables give them: ``1.50 GiB``, and MiB where that would say nothing."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 200 else f"{nbytes / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,18 @@ class Budget:
     @property
     def host(self) -> int:
         return self.of(LOCKED, HOST)
+
+    def lines(self) -> list[str]:
+        """A table: place, name, amount and note of each item."""
+        width = max((len(item.name) for item in self.items), default=0)
+        lines = []
+        for place in (DEVICE, LOCKED, HOST, DISK):
+            start = place
+            for item in self.items:
+                if item.place == place:
+                    lines.append(f"{start:<18}{item.name:<{width}} {readable(item.nbytes):>12}  {item.note}".rstrip())
+                    start = ""
+        return lines
 
     def fits(self, device: int | None, host: int | None) -> bool:
         """Whether there is room in so many bytes of a card and of the host; None for what is not asked."""
@@ -199,7 +220,9 @@ def on_cpu(
         Item(HOST, "optimizer states", states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
         *(Item(HOST, name, nbytes) for name, nbytes in beside),
-        Item(HOST, "Python and PyTorch", base),
+        Item(HOST, "the C library's heap", counted.heap, "holes that nothing fits into"),
+        Item(HOST, "kernels' code", KERNELS, "read in the first step"),
+        Item(HOST, "Python, libraries, data", base),
     ]
     return [item for item in items if item.nbytes]
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.plan.heap import Event, held_beyond_use
+
 # What the caching allocator of CUDA and XPU rounds each block up to.
 BLOCK = 512
 
@@ -57,11 +59,13 @@ class Footprint:
         stages: the fullest moment from then on while the gradient that came last was of a layer, by its index, or of
             none (HEAD, TAIL).
         kept: bytes of activations when forward is done: what backward needs.
+        heap: bytes that the C library holds beyond these where tensors are the host's.
     """
 
     before: Moment
     stages: dict[int, Moment]
     kept: int
+    heap: int = 0
 
     @property
     def after(self) -> Moment:
@@ -83,7 +87,10 @@ class Footprint:
             return Moment(sum(parts.values()), parts, another.at)
 
         stages = {key: moment(self.stages.get(key, other.stages[key]), other.stages[key]) for key in other.stages}
-        return Footprint(moment(self.before, other.before), stages, int(self.kept + share * (other.kept - self.kept)))
+        kept, heap = (
+            int(one + share * (another - one)) for one, another in ((self.kept, other.kept), (self.heap, other.heap))
+        )
+        return Footprint(moment(self.before, other.before), stages, kept, heap)
 
 
 def of_more_layers(few: Footprint, more: Footprint, times: float) -> Footprint:
@@ -99,7 +106,7 @@ def of_more_layers(few: Footprint, more: Footprint, times: float) -> Footprint:
         found = {key: counted.stages[key] for key in (HEAD, TAIL, 0) if key in counted.stages}
         if last > 0:
             found |= {1: counted.stages[min(key for key in counted.stages if key > 0)], 2: counted.stages[last]}
-        return Footprint(counted.before, found, counted.kept)
+        return Footprint(counted.before, found, counted.kept, counted.heap)
 
     return ends(few).towards(ends(more), 1 + times)
 
@@ -137,7 +144,7 @@ def footprint(
         del loss
         for param in module.parameters():
             param.grad = None
-    return Footprint(account.before, account.stages, kept)
+    return Footprint(account.before, account.stages, kept, held_beyond_use(account.events))
 
 
 def _without_memory(module: nn.Module) -> None:
@@ -177,6 +184,7 @@ class _Account(TorchDispatchMode):
         self._module = module
         self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
         self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
+        self.events: list[Event] = []
         self._total = 0
         for tensor in (*module.parameters(), *module.buffers()):
             self._add(tensor, PARAMETERS)
@@ -201,11 +209,14 @@ class _Account(TorchDispatchMode):
         if key not in self._storages:
             entry = self._storages[key] = [kind, -(-storage.nbytes() // BLOCK) * BLOCK]
             self._change(kind, entry[1])
+            if kind != PARAMETERS:
+                self.events.append((key, storage.nbytes()))
             weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
         kind, nbytes = self._storages.pop(key)
         self._change(kind, -nbytes)
+        self.events.append((key, None))
 
     def _change(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes

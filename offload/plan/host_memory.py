@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,54 @@ def host_memory() -> HostMemory:
 
     memory = psutil.virtual_memory()
     limit, used = cgroup_limit()
-    return HostMemory(memory.total, memory.available, limit, used, _locked_limit(), _is_wsl())
+    return HostMemory(memory.total, memory.available, limit, used, _limit("RLIMIT_MEMLOCK"), _is_wsl())
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of this process.
+
+    Attributes:
+        resident: in memory.
+        mapped: of its address space, ``ulimit -v`` counts them.
+    """
+
+    resident: int
+    mapped: int
+
+
+def use_of_this_process() -> Use:
+    """Now."""
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    return Use(memory.rss, memory.vms)
+
+
+def allowance(use: Use) -> int:
+    """Bytes that this process may have in memory in all, which has ``use`` now.
+
+    Of a limit of the address space (``ulimit -v``), what is mapped and not resident is gone.
+    """
+    limit = _limit("RLIMIT_AS")
+    least = host_memory().usable + use.resident
+    return least if limit is None else min(least, max(use.resident, limit - use.mapped + use.resident))
+
+
+def oom_kills(root: Path = _CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> int | None:
+    """How often the kernel has killed a process of this one's control group for want of memory; None if it is not told.
+
+    Args:
+        root: where control groups are mounted.
+        of_process: the file that tells this process's groups; cgroups(7).
+    """
+    for folder, _ in _groups(root, of_process):
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                found = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.M)
+                if found:
+                    return int(found[1])
+    return None
 
 
 def cgroup_limit(root: Path = _CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
@@ -104,12 +152,12 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _locked_limit() -> int | None:
+def _limit(name: str) -> int | None:
     try:
         import resource
     except ImportError:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
 

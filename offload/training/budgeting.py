@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
+from offload.plan.host_memory import use_of_this_process
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of
@@ -58,16 +60,27 @@ class Plan:
     notes: tuple[str, ...]
 
 
+READERS = 24 << 20
+"""Bytes of the host that a run takes and a plan does not: what reads data sets and checkpoints, and the logs. In runs
+of tiny_llama_offload, resident memory before the first step less that of a process that has checked the run."""
+
+
+def process_of_a_run() -> int:
+    """Bytes of the host that a run's process takes before its model, from this one's, which has imported the same."""
+    return use_of_this_process().resident + READERS
+
+
 class Planner:
     """Plans runs that differ in a few settings; what was traced once is not traced again.
 
     Args:
-        base: bytes of the host that a process takes before its model.
+        base: bytes of the host that a process takes before its model; or a function that tells it, called when all that
+            the model and the optimizer need is imported.
         adapts: an adapter trains, and not the whole model.
     """
 
-    def __init__(self, base: int, *, adapts: bool) -> None:
-        self._base, self._adapts = base, adapts
+    def __init__(self, base: int | Callable[[], int], *, adapts: bool) -> None:
+        self._asked, self._adapts = base, adapts
         self._tracer = Tracer()
         self._models: dict[Any, tuple[CausalLM, list[nn.Parameter]]] = {}
         self._states: dict[str, list[tuple[str, str, int]] | None] = {}
@@ -89,6 +102,10 @@ class Planner:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             return self._plan(settings, device, dtype, sharding or Sharding(1))
+
+    @functools.cached_property
+    def _base(self) -> int:
+        return self._asked if isinstance(self._asked, int) else self._asked()
 
     def _model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
         found = describe(settings.model, getattr(settings, "adapter", None), dtype, adapts=self._adapts)
@@ -116,6 +133,7 @@ class Planner:
         on_gpu = device.type != "cpu"
         notes: list[str] = []
         optimizer, states = self._optimizer(settings, named, sharding, on_gpu=on_gpu, notes=notes)
+        base = self._base
         length = settings.tokenizer.get("max_seq_len")
         if length is None:
             length = min(parts.max_seq_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
@@ -133,9 +151,9 @@ class Planner:
         if on_gpu:
             kept = 2 / max(3, len(layers_of(parts.module)))  # a layer's on its way out, another's on its way in
             moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0
-            items = on_accelerator(counted, optimizer, weights=weights, base=self._base, moved=moved, beside=beside)
+            items = on_accelerator(counted, optimizer, weights=weights, base=base, moved=moved, beside=beside)
         else:
-            items = on_cpu(counted, optimizer, weights=weights, base=self._base, beside=beside)
+            items = on_cpu(counted, optimizer, weights=weights, base=base, beside=beside)
         items += _disk(settings, numbers, states, dtype)
         if settings.compile:
             notes.append("compile=True: what compilation fuses away was counted, what it adds was not")

@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from offload.training.settings import TrainSettings
+
+COSTS = {
+    "enable_activation_checkpointing": "each layer's forward is computed again in backward, a third more time",
+    "batch_size": "smaller products; gradient_accumulation_steps keeps the size of an update",
+    "tokenizer.max_seq_len": "longer samples are cut, and packs hold less",
+    "loss.num_output_chunks": "smaller products in the loss",
+    "clip_grad_norm": "gradients are not clipped",
+    "optimizer": "states come and go over the link, behind the computation where it is long enough",
+    "optimizer.optimizer_class": "states in 8 bits: within the noise of training runs, not the same numbers",
+    "optimizer.update_in_backward": "no time",
+    "optimizer.strategy": "states come and go over the link, behind the computation where it is long enough",
+    "optimizer.in_flight_gib": "less is on its way at once, so that waits can show",
+    "optimizer.offload_gradients": "gradients cross the link",
+    "optimizer.state_dtype": "states in 8 bits: within the noise of training runs, not the same numbers",
+    "optimizer.master": "weights keep fewer bits between updates",
+}
+"""What each key costs beside memory."""
+
+TORCHS_OWN = ("fused", "foreach", "capturable", "differentiable")
+"""Arguments of torch.optim.AdamW that say how, and not what, it computes."""
+
+
+def cost(changes: Iterable[str]) -> str:
+    """What overrides cost, in words."""
+    return "; ".join(dict.fromkeys(COSTS[key] for key in keys_of(changes) if key in COSTS))
+
+
+def keys_of(changes: Iterable[str]) -> list[str]:
+    """The keys that overrides set or remove."""
+    return [change.partition("=")[0].lstrip("+~") for change in changes]
 
 
 def cheaper(settings: TrainSettings) -> Iterator[list[str]]:
@@ -26,6 +56,9 @@ def cheaper(settings: TrainSettings) -> Iterator[list[str]]:
             yield ["optimizer.offload_gradients=True"]
         if optimizer.get("strategy", "host") == "host":
             yield ["optimizer.strategy=stream"]
+        if optimizer.get("optimizer_class", "torch.optim.AdamW") in ("torch.optim.Adam", "torch.optim.AdamW"):
+            removed = [f"~optimizer.{key}" for key in TORCHS_OWN if key in optimizer]
+            yield ["optimizer.optimizer_class=offload.optim.AdamW", *removed]
         if optimizer.get("optimizer_class") == "offload.optim.AdamW":
             if optimizer.get("state_dtype") != "int8":
                 yield ["optimizer.state_dtype=int8"]

@@ -36,6 +36,7 @@ from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.size import num_elements
 from offload.models.source import find_source
+from offload.plan.host_memory import use_of_this_process
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
@@ -72,6 +73,7 @@ class FinetuneRecipe:
         resumed_from: the checkpoint that this process began with.
         resumed_config: the configuration of the run that saved it.
         world: the processes that train this model together.
+        memory_before: bytes of the host that this process held before there was a model.
     """
 
     parts: CausalLM
@@ -96,6 +98,7 @@ class FinetuneRecipe:
         self.reporter: Reporter | None = None
         self.is_profiling = False
         self._fails_everywhere = False
+        self.memory_before = use_of_this_process().resident
 
     adapts: ClassVar[bool] = False
     """An adapter trains, and not the whole model."""
@@ -128,6 +131,7 @@ class FinetuneRecipe:
         with self.world.together():
             device, self.dtype, reason = self.check(settings)
             self.device = self.world.device(device)
+            self.memory_before = use_of_this_process().resident
             say(reason + (f", {self.world.size} processes" if self.world.size > 1 else ""))
             self.tokenizer = build_tokenizer(settings.tokenizer)
             self.source = find_source(
@@ -270,6 +274,7 @@ class FinetuneRecipe:
                 say(note)
         if self.batches.first_sample is not None:
             say(f"the first sample, with what is trained of it in brackets: {_in_one_line(self.batches.first_sample)}")
+        self.memory_before = use_of_this_process().resident
         self.steps_per_epoch = count_steps(
             batches_per_epoch=len(self.batches),
             num_samples=self.batches.num_samples,

@@ -10,6 +10,7 @@ Of several processes that torchrun started for one recipe, the first to have som
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import logging
@@ -121,6 +122,8 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if _tell_of_memory(error, recipe, Path(arguments.config), arguments.overrides):
+            return 2
         line = _mendable(error)
         if not world.is_first("error"):
             return 1 if line is None else 2
@@ -185,26 +188,47 @@ def _run(recipe: Recipe) -> int:
     return exit_code
 
 
+SHORT_OF_DEVICE = (
+    "in this order try batch_size=1, enable_activation_checkpointing=True, a smaller tokenizer.max_seq_len, "
+    "optimizer.strategy=stream with optimizer.update_in_backward=True, enable_activation_offloading=True"
+)
+SHORT_OF_HOST = (
+    "try a smaller model or batch_size, optimizer.offload_gradients=False, or a base optimizer with smaller states "
+    "(optimizer.optimizer_class=offload.optim.AdamW)"
+)
+"""What is told where there is no room to plan the run."""
+
+
+def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequence[str]) -> bool:
+    """Tell of memory that ran out, and what would save most; whether it is that."""
+    from offload.training.out_of_memory import release, shortage
+
+    found = shortage(error, recipe)
+    if found is None:
+        return False
+    print(f"error: {found}", file=sys.stderr, flush=True)
+    lines = [SHORT_OF_DEVICE if found.of_device else SHORT_OF_HOST]
+    if hasattr(recipe, "memory_before"):  # it trains
+        with contextlib.suppress(Exception):
+            from offload.training.advice import Advisor, room
+
+            there_is = room(recipe.device, of_device=found.of_device)
+            advisor = Advisor(type(recipe), path, overrides, processes=recipe.world.size)
+            device, used = recipe.device, recipe.memory_before
+            release(recipe, error)
+            lines = advisor.lines(device, of_device=found.of_device, used=used, room=there_is)
+    for line in lines:
+        print(line, file=sys.stderr)
+    return True
+
+
 def _mendable(error: BaseException) -> str | None:
     """The line for an error that the user can mend; None for a defect, whose traceback is worth more."""
-    import torch
-
     from offload.config.interpolation import user_error_in
 
     told = user_error_in(error)
     if told is not None:
         return str(told)
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            f"out of device memory ({str(error).splitlines()[0].strip()}); in this order try batch_size=1, "
-            "enable_activation_checkpointing=True, a smaller tokenizer.max_seq_len, optimizer.strategy=host with "
-            "optimizer.offload_gradients=True, enable_activation_offloading=True"
-        )
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
-        return (
-            "out of host memory; try a smaller model or batch_size, optimizer.offload_gradients=False, or a base "
-            "optimizer with smaller states (optimizer.optimizer_class=torchao.optim.AdamW8bit)"
-        )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return f"{error}: raise the limit of processes and threads (ulimit -u, or the container's pids limit)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):

@@ -1,0 +1,176 @@
+"""What a run says that ran out of memory: where, what it takes, what saves most; and that following it succeeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from offload.cli import registry
+from offload.cli.validate import load_recipe
+from offload.plan.budget import CONTEXT
+from offload.plan.cards import find_card
+from offload.plan.replay import replay
+from offload.plan.workload import LLAMA2_7B, MACHINES
+from offload.tiny import register_resolvers
+from offload.training.advice import Advisor
+from offload.training.out_of_memory import shortage
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+RECIPE = "full_finetune_single_device"
+WORDS = ("device=cpu", "max_steps_per_epoch=2", "evaluation=null", "metric_logger=null", "batch_size=32",
+         "lr_scheduler=null")  # fmt: skip
+
+
+def recipe_class() -> Any:
+    register_resolvers()
+    return load_recipe(registry.find_recipe(RECIPE).path).FullFinetuneRecipeSingleDevice
+
+
+def advisor(name: str, *overrides: str) -> Advisor:
+    return Advisor(recipe_class(), registry.our_configs()[name], overrides)
+
+
+def enough(lines: list[str]) -> list[str]:
+    (told,) = (line for line in lines if line.startswith("enough, with "))
+    return told.partition(": ")[2].split()
+
+
+# ---- following it
+
+
+def limited(mapped_kib: int | None, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run whose address space is limited, and on its last line how much of it was mapped at most, in KiB."""
+    program = (
+        "import atexit, sys\nfrom offload.cli.main import main\natexit.register(lambda: "
+        "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmPeak'))))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+
+    def limit() -> None:
+        if mapped_kib is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (mapped_kib * 1024, mapped_kib * 1024))
+
+    return subprocess.run(
+        [sys.executable, "-c", program, "run", RECIPE, "--config", "tiny_llama_offload", *words],
+        capture_output=True, text=True, check=False, cwd=ROOT, preexec_fn=limit,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
+def test_a_run_that_is_held_to_too_little_memory_succeeds_with_the_advice(tmp_path: Path) -> None:
+    words = (*WORDS, f"output_dir={tmp_path / 'run'}")
+    peak = int(limited(None, *words, "batch_size=4").stdout.split()[-1])
+    held = peak + 100 * 1024
+    failed = limited(held, *words)
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
+    (error,) = (line for line in failed.stderr.splitlines() if line.startswith("error: "))
+    assert re.match(
+        r"error: out of host memory in (forward|backward) of step 1.* \(tried to allocate [\d.]+ MiB\)", error
+    )
+    followed = limited(held, *words, *enough(failed.stderr.splitlines()))
+    assert followed.returncode == 0, followed.stderr
+
+
+def test_advice_is_what_a_plan_says_of_it() -> None:
+    common = ("device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=32", "loss=torch.nn.CrossEntropyLoss")
+    room = 600 << 20
+    lines = advisor("tiny_llama_offload", *common).lines(CPU, of_device=False, used=400 << 20, room=room)
+    assert lines[0].endswith(" GiB of the host's memory at its fullest moment, where it can have 0.59 GiB:")
+    start = lines.index("what saves most, one by one:") + 1
+    told = [line.split()[2] for line in lines[start:-1]]
+    assert len(told) == 2 and told[0] == "batch_size=1" and told[1].startswith("enable_activation_checkpointing")
+    followed = advisor("tiny_llama_offload", *common, *enough(lines))
+    again = followed.lines(CPU, of_device=False, used=400 << 20, room=None)
+    assert f"takes {lines[-1].split()[2]} GiB" in again[0] and not again[-1].startswith("enough")
+
+
+@pytest.mark.slow
+def test_advice_for_a_card_is_enough_for_it() -> None:
+    """The engine runs out of memory on the simulated allocator of a 16 GB card, and no more when advice is followed."""
+    schedule = {"strategy": "stream", "update_in_backward": False, "in_flight_gib": 1.0}
+    room = find_card("RTX 4080 SUPER").memory
+    load = dataclasses.replace(LLAMA2_7B, tokens=1024)
+    memory = room - CONTEXT
+    assert replay(MACHINES["rtx4090"], load, memory=memory, **schedule).out_of_memory
+    words = [f"optimizer.{key}={value}" for key, value in schedule.items()]
+    common = ("optimizer.optimizer_class=torch.optim.AdamW", "batch_size=1", "tokenizer.max_seq_len=1024")
+    lines = advisor("llama2_7b_offload", *common, *words).lines(
+        torch.device("cuda"), of_device=True, used=2**29, room=room
+    )
+    assert len(lines[lines.index("what saves most, one by one:") + 1 : -1]) == 3
+    told = dict(word.removeprefix("optimizer.").split("=") for word in enough(lines) if word.startswith("optimizer."))
+    followed = {**schedule, **{key: yaml.safe_load(value) for key, value in told.items()}}
+    assert followed != schedule
+    assert not replay(MACHINES["rtx4090"], load, memory=memory, **followed).out_of_memory
+
+
+# ---- where it ran out
+
+
+class Inner(nn.Module):
+    def forward(self) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+            "4194304 bytes. Error code 12 (Cannot allocate memory)"
+        )
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity(), Inner()])
+
+    def forward(self) -> None:
+        self.layers[1]()
+
+
+class Run:
+    model = Outer()
+    global_step = 3
+    is_between_steps = False
+
+    def forward_backward(self) -> None:
+        self.model()
+
+    def setup_data(self) -> None:
+        raise MemoryError
+
+    def save_checkpoint(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.\nmore")
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("forward_backward", "out of host memory in forward of step 3, layers.1 (tried to allocate 4.0 MiB)"),
+        ("setup_data", "out of host memory while the data were read"),
+        (
+            "save_checkpoint",
+            "out of device memory while a checkpoint was saved (CUDA out of memory. Tried to allocate 1 TiB)",
+        ),
+    ],
+)
+def test_it_says_what_the_run_was_doing(method: str, told: str) -> None:
+    run = Run()
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        getattr(run, method)()
+    assert str(shortage(caught.value, run)) == told
+
+
+@pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shapes"), KeyError("x")])
+def test_other_errors_are_not_of_memory(error: Exception) -> None:
+    assert shortage(error, Run()) is None

@@ -539,7 +539,8 @@ class Engine:
     def wait(self, unit: Unit) -> None:
         """Make the current stream wait for a unit's update."""
         if self._worker is not None:
-            self._worker.wait(unit)
+            # Of a unit that several groups of FSDP2 hold, a later all-gather waits for the same update elsewhere.
+            self._worker.wait(unit, keep=bool(self._gathers))
             self._in_flight.collect()
 
     def wait_to_gather(self, unit: Unit) -> None:

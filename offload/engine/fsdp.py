@@ -73,6 +73,10 @@ class AllGatherWaits:
             for group in groups_of(model)
         )
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._groups)
+
     def cover(self, units: Sequence[Unit]) -> None:
         """Wait for ``units``, and for no others."""
         unit_by_param = {param: unit for unit in units for param in unit.params}

@@ -2,24 +2,126 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from offload.engine import fsdp
 from offload.engine.engine import Engine
+from offload.engine.in_flight import InFlight
 from offload.engine.norms import Norms
-from offload.engine.pipeline import Pipeline
-from offload.simulation.ledger import RaceError
+from offload.engine.pipeline import Job, Pipeline
+from offload.engine.runtime import DONE
+from offload.engine.shards import gradient_of
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_fsdp import FUSED, on_a_grid, plain_optimizer, prefetching
-from tests.distributed.training import Case, device, loss_of, made, optimizer_of, train
+from tests.distributed.training import (
+    Case,
+    Llama,
+    device,
+    loss_of,
+    made,
+    optimizer_of,
+    parts,
+    sharded,
+    states_of,
+    train,
+)
 
-BACKWARD = Case("stream", in_backward=True, options=FUSED)
-AT_STEP = Case("host", options=FUSED)
-CLIPPED = Case("stream", offload_gradients=True, clip=0.5, options=FUSED)
+# ---- scenarios
+
+
+def by_children() -> Any:
+    """A group for each module that has parameters: several for a unit, and none that comes before the unit's others."""
+    model = Llama(layers=3)
+    for layer in model.layers:
+        for child in layer.children():
+            fully_shard(child)
+    return fully_shard(model)
+
+
+def ignoring() -> Any:
+    """Gradients of a unit come on two streams: those of parameters that FSDP2 leaves alone on the computing one."""
+    model = Llama(layers=3)
+    return sharded(model, ignored_params={layer.out.bias for layer in model.layers})
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Training, on a simulator of the ``kind`` that :func:`device` knows."""
+
+    build: Callable[[], Any]
+    case: Case
+    kind: str = "simulated"
+
+
+# Norms of gradients on the host go to the device for the sum over ranks, which is one memory with the host here.
+SCENARIOS = {
+    "in backward": Scenario(prefetching, Case("stream", in_backward=True, options=FUSED)),
+    "at step": Scenario(prefetching, Case("host", options=FUSED)),
+    "clipped": Scenario(prefetching, Case("stream", offload_gradients=True, clip=0.5, options=FUSED)),
+    "on the host": Scenario(prefetching, Case("host", in_backward=True, offload_gradients=True, options=FUSED)),
+    "accumulated": Scenario(
+        prefetching, Case("host", offload_gradients=True, accumulation=2, attached=False, options=FUSED)
+    ),
+    "by children": Scenario(by_children, Case("host", options=FUSED)),
+    "no gather": Scenario(lambda: on_a_grid(2, 1), Case("stream", in_backward=True, options=FUSED)),
+    "ignoring": Scenario(ignoring, Case("stream", in_backward=True, options=FUSED)),
+    "at once": Scenario(prefetching, Case("stream", in_backward=True, options=FUSED), "early"),
+    "at once, on the host": Scenario(
+        prefetching, Case("host", offload_gradients=True, accumulation=2, options=FUSED), "early"
+    ),
+}
+
+
+def outcome(scenario: Scenario) -> list[Tensor] | str:
+    """What training gives on the simulator, or what the simulator says."""
+    try:
+        with device(scenario.kind) as simulator:
+            model = made(scenario.build)
+            optimizer = optimizer_of(scenario.case, model)
+            norms = train(scenario.case, model, optimizer)
+            seen = [*norms, *states_of(optimizer), *parts(model.parameters())]
+            use_without_the_last_layer(model, optimizer)
+            optimizer.synchronize()
+            simulator.finish()  # what was read is freed with the optimizer
+            return seen
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def use_without_the_last_layer(model: Any, optimizer: Any) -> None:
+    """After a step: a forward that gathers the last layer ahead and does not use it, and then a look at its shards."""
+    loss_of(model, 99).backward()
+    optimizer.step()
+    layers = model.layers
+    model.layers = layers[:-1]
+    with torch.no_grad():
+        loss_of(model, 100)
+        for param in layers[-1].parameters():
+            getattr(param, "_local_tensor", param) * 2
+    model.layers = layers
+
+
+def warm(name: str) -> Scenario:
+    """DTensor's rules for operations are found out, which is not simulated."""
+    scenario = SCENARIOS[name]
+    if name != "ignoring":  # torch's fused kernels take DTensors or others, not both
+        model: Any = made(scenario.build)
+        train(scenario.case, model, plain_optimizer(model))
+    return scenario
+
+
+# ---- what is taken away
 
 
 def without_waiting(patch: pytest.MonkeyPatch) -> None:
@@ -39,47 +141,49 @@ def letting_go_of_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Norms, "taken_early", lambda norms: [])
 
 
-MUTATIONS = {
-    "no wait": (without_waiting, prefetching, BACKWARD),
-    "no wait at step": (without_waiting, prefetching, AT_STEP),
-    "another stream": (on_the_computing_stream, prefetching, BACKWARD),
-    "one stream": (for_one_stream_only, prefetching, AT_STEP),
-    "no gather": (without_waiting, lambda: on_a_grid(2, 1), BACKWARD),
-    "norms": (letting_go_of_norms, prefetching, CLIPPED),
+def letting_go_of_gradients(patch: pytest.MonkeyPatch) -> None:
+    """The flat buffer of a group's gradients is freed with the last of its views."""
+    release = InFlight.release
+    patch.setattr(InFlight, "release", lambda held, tensors, after: release(held, tensors, DONE))
+
+
+def before_the_reduction(patch: pytest.MonkeyPatch) -> None:
+    """Updates begin when the backward has been computed, not when its gradients have been reduced."""
+    submit = Pipeline.submit
+
+    def submit_early(pipeline: Pipeline, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.ready = pipeline._runtime.record("compute")
+        submit(pipeline, jobs)
+
+    patch.setattr(Pipeline, "submit", submit_early)
+
+
+MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "no wait": (without_waiting, "in backward"),
+    "no wait at step": (without_waiting, "at step"),
+    "another stream": (on_the_computing_stream, "in backward"),
+    "one stream": (for_one_stream_only, "at step"),
+    "one stream, by children": (for_one_stream_only, "by children"),
+    "no gather": (without_waiting, "no gather"),
+    "norms": (letting_go_of_norms, "clipped"),
+    "gradients": (letting_go_of_gradients, "at once"),
+    "gradients on their way to the host": (letting_go_of_gradients, "at once, on the host"),
+    "reduction": (before_the_reduction, "at once"),
+    "all-reduce": (before_the_reduction, "no gather"),
 }
-
-
-def use_without_the_last_layer(model: Any, optimizer: Any) -> None:
-    """After a step: a forward that gathers the last layer ahead and does not use it, and then a look at its shards."""
-    loss_of(model, 99).backward()
-    optimizer.step()
-    layers = model.layers
-    model.layers = layers[:-1]
-    with torch.no_grad():
-        loss_of(model, 100)
-        for param in layers[-1].parameters():
-            param.to_local() * 2
-    model.layers = layers
 
 
 def races(name: str) -> tuple[str, str]:
     """What the simulator says, of the engine as it is and of the changed one."""
-    mutate, build, case = MUTATIONS[name]
-    model: Any = made(build)
-    train(case, model, plain_optimizer(model))  # DTensor's rules for operations are found out, which is not simulated
+    mutate, which = MUTATIONS[name]
+    scenario = warm(which)
     found = []
     for change in (lambda patch: None, mutate):
         with pytest.MonkeyPatch.context() as patch:
             change(patch)
-            try:
-                with device("simulated"):
-                    model = made(build)
-                    optimizer = optimizer_of(case, model)
-                    train(case, model, optimizer)
-                    use_without_the_last_layer(model, optimizer)
-                found.append("")
-            except RaceError as error:
-                found.append(str(error))
+            seen = outcome(scenario)
+            found.append(seen if isinstance(seen, str) else "")
     return found[0], found[1]
 
 
@@ -88,3 +192,24 @@ def test_without_an_order_there_is_a_race(ranks: Ranks, name: str) -> None:
     for as_it_is, changed in ranks.run(2, races, name):
         assert as_it_is == ""
         assert "nothing orders two accesses" in changed or "memory was freed" in changed
+
+
+def summed(waits: bool) -> list[bool]:
+    """Of a gradient whose sum over ranks is under way, as tensor parallelism may leave it: whether it was, whether the
+    engine gets a tensor with the memory that it is to hold, and whether that is the sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    part = torch.full((4,), 1.0 + torch.distributed.get_rank())
+    gradient: Any = DTensor.from_local(part, mesh, [Partial()]).redistribute(placements=[Replicate()], async_op=True)
+    param.grad = gradient
+    with pytest.MonkeyPatch.context() as patch:
+        if not waits:
+            patch.setattr(AsyncCollectiveTensor, "wait", lambda tensor: tensor)
+        got: Any = gradient_of(param)
+    was_under_way = isinstance(gradient._local_tensor, AsyncCollectiveTensor)
+    return [was_under_way, type(got) is Tensor, bool((got == 3.0).all())]
+
+
+def test_a_sum_over_ranks_that_is_under_way_is_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(2, summed, True) == [[True, True, True]] * 2
+    assert ranks.run(2, summed, False) == [[True, False, True]] * 2

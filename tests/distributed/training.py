@@ -161,13 +161,15 @@ def differing(got: list[Tensor], want: list[Tensor]) -> str:
 
 @contextmanager
 def device(kind: str) -> Iterator[Any]:
-    """Inside, the CPU plays a device: ``threaded``, ``simulated``; or it is itself: ``cpu``."""
+    """Inside, the CPU plays a device: ``threaded``, ``simulated`` (threads of which run late, or ``early``); or it is
+    itself: ``cpu``."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "threaded":
             play_device(patch, ThreadedRuntime())
             yield None
-        elif kind == "simulated":
-            with SimulatedAccelerator(order="late", streams=STREAMS) as simulator:
+        elif kind in ("simulated", "early"):
+            order: Any = "early" if kind == "early" else "late"
+            with SimulatedAccelerator(order=order, streams=STREAMS) as simulator:
                 play_device(patch, simulator)
                 play_streams(patch, simulator)
                 yield simulator

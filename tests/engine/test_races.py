@@ -31,6 +31,7 @@ import offload.engine.memory
 import offload.engine.model
 import offload.engine.norms
 import offload.engine.pipeline
+import offload.engine.shards
 import offload.engine.stream
 import offload.engine.worker
 import offload.optimizer
@@ -53,6 +54,7 @@ MODULES = (
     offload.engine.fsdp,
     offload.engine.norms,
     offload.engine.gradients,
+    offload.engine.shards,
     offload.optimizer,
 )
 
@@ -711,7 +713,8 @@ ELSEWHERE = {
     "'gradient down').synchronize()",
     "engine.py:Engine._on_the_host:after[self._runtime.record()]",
     "optimizer.py:OffloadOptimizer._switch:self.synchronize()",
-    # Needs FSDP2 and its streams: tests/distributed/test_races.py.
+    # Need FSDP2 and its streams, or sums over ranks: tests/distributed/test_races.py.
+    "shards.py:gradient_of:part.wait()",
     "fsdp.py:AllGatherWaits._watched.wait_and_unshard:self._wait(unit)",
     "engine.py:Engine.wait_to_gather:self._worker.wait(unit, keep=True)",
     # Units that are not seen to be waited for wait at the start of the forward instead: values are right, the overlap

@@ -43,7 +43,14 @@ from offload.loading import check_shapes, hollow, load, set_params
 from offload.mixed import cuttable_groups
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
-from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_distributed, check_params, check_patterns
+from offload.refusals import (
+    ACCUMULATION_DTYPES,
+    check_choices,
+    check_distributed,
+    check_params,
+    check_patterns,
+    check_wrapper,
+)
 from offload.sharded_states import for_loading, for_saving, tell_of_fp32
 from offload.state_view import StateView
 
@@ -257,6 +264,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.gradients = HostGradients(
                 runtime, self._in_flight, self._memory, self._gradient_dtype, self._engine.settle
             )
+        self._engine.at_first = weakly(self._check_again)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     def _begin(self) -> None:
@@ -309,8 +317,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameters that cannot be updated, or not in this way."""
         check_params(groups)
-        early = self._schedule.update_in_backward or self._schedule.offload_gradients
-        check_distributed(self._base_class, groups, self._attached(), takes_early=early)
+        check_distributed(self._base_class, groups, self._attached(), takes_early=self._takes_early())
+
+    def _check_again(self) -> None:
+        """Refuse what the model was wrapped in after this was built."""
+        check_wrapper(self.param_groups, takes_early=self._takes_early())
+
+    def _takes_early(self) -> bool:
+        return self._schedule.update_in_backward or self._schedule.offload_gradients
 
     def _attached(self) -> nn.Module | None:
         """The model that the caller gave."""
@@ -654,15 +668,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_members(self) -> None:
-        """Raises RuntimeError where somebody has put other parameters into the groups, which nothing would update."""
+        """Raises RuntimeError where the groups have parameters that nothing would update, or not as they are now."""
         known = self._engine.params()
-        stranger = next((param for param in tensors_of(self.param_groups) if param not in known), None)
-        if stranger is not None:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(stranger.shape)} was put into the optimizer's groups after it was built, "
-                "where none of that shape was; build the OffloadOptimizer over the parameters that it is to train "
-                "(those of a model that accelerate prepares: after accelerator.prepare(model)), or use add_param_group"
-            )
+        params = tensors_of(self.param_groups)
+        if all(param in known for param in params) and self._members.fit(self.param_groups):
+            return
+        shape = next((tuple(param.shape) for param in params if param not in known), None)
+        what = "have another shape" if shape is None else f"are others (one has the shape {shape}, as none had)"
+        raise RuntimeError(
+            f"parameters in the optimizer's groups {what} since it was built, as DeepSpeed and "
+            "FullyShardedDataParallel (FSDP1) leave them: build the OffloadOptimizer over what it is to train, use "
+            "add_param_group, or shard the model by FSDP2 (fully_shard, or accelerate with fsdp_version: 2)"
+        )
 
     def _add_missing_copies(self, copies: HostCopies) -> None:
         """Give parameters that were frozen at construction their host copies."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from offload.base_class import is_elementwise, is_per_parameter, needs_closure, path_of
 from offload.engine.forecast import Forecast, kind_of
-from offload.engine.fsdp import groups_of, is_in_ddp, is_offloaded
+from offload.engine.fsdp import VERSIONS, groups_of, is_offloaded, wrapper_of
 from offload.engine.placement import Placement
+from offload.engine.shards import difference as shards_differ
 from offload.engine.shards import is_distributed
 from offload.errors import UserError
 from offload.groups import tensors_of
@@ -124,6 +125,11 @@ def check_base(
 def check_params(groups: list[dict[str, Any]]) -> None:
     """Refuse parameters of a kind that the engine cannot update."""
     for param in filter(is_distributed, tensors_of(groups)):
+        if other := shards_differ():
+            raise UserError(
+                f"optimizer: DTensors of torch {torch.__version__} are not those of torch {VERSIONS} ({other}); "
+                "install one of these, or use the base optimizer itself"
+            )
         placements = param.placements  # type: ignore[attr-defined]
         if any(placement.is_partial() for placement in placements):
             raise UserError(
@@ -151,13 +157,7 @@ def check_distributed(
     """
     if model is not None and any(is_offloaded(group) for group in groups_of(model)):
         raise UserError(CPU_OFFLOAD)
-    if takes_early and is_in_ddp(tensors_of(groups)):
-        raise UserError(
-            "optimizer: DistributedDataParallel sums gradients over ranks after they were taken by "
-            "update_in_backward=True or offload_gradients=True; set both to False, or in place of DDP call "
-            'fully_shard(module, mesh=init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "shard")))'
-            ", which sums them before"
-        )
+    check_wrapper(groups, takes_early=takes_early)
     kinds = getattr(base_class, "kinds", {})
     for group in groups:
         kind, _ = kinds.get(group.get("optimizer_class", next(iter(kinds), None)), (base_class, None))
@@ -168,6 +168,24 @@ def check_distributed(
                 "offload.optim.AdamW or the class itself, without OffloadOptimizer. If it does, give it an attribute "
                 "elementwise = True"
             )
+
+
+def check_wrapper(groups: list[dict[str, Any]], *, takes_early: bool) -> None:
+    """Refuse a model that is wrapped in what sums gradients over ranks too late, or keeps parameters in its own way."""
+    wrapper = wrapper_of(tensors_of(groups))
+    if wrapper == "FullyShardedDataParallel":
+        raise UserError(
+            "optimizer: FullyShardedDataParallel (FSDP1) lays parameters out flat, where neither their gradients nor "
+            "their norms can be told apart; shard the model by FSDP2 (torch.distributed.fsdp.fully_shard, accelerate's "
+            "fsdp_version: 2)"
+        )
+    if takes_early and wrapper:
+        raise UserError(
+            "optimizer: DistributedDataParallel sums gradients over ranks after they were taken by "
+            "update_in_backward=True or offload_gradients=True; set both to False, or in place of DDP call "
+            'fully_shard(module, mesh=init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "shard")))'
+            ", which sums them before"
+        )
 
 
 def check_patterns(

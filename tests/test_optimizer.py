@@ -653,7 +653,7 @@ def test_parameters_of_other_shapes_are_not_left_untrained_in_silence(strategy: 
     other = nn.Parameter(torch.ones(3))
     optimizer.param_groups[0]["params"] = [other]
     other.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"shape \(3,\) was put into .*none of that shape.*accelerate.*after acc"):
+    with pytest.raises(RuntimeError, match=r"are others \(one has the shape \(3,\).*build the Off"):
         optimizer.step()
 
 

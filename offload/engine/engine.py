@@ -8,6 +8,7 @@ strategy ``resident``, there is nothing to overlap: updates run at once, on the 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import Hyperparameters, PartialStep, Snapshots, scaled_gradients
-from offload.engine.fsdp import AllGatherWaits
+from offload.engine.fsdp import VERSIONS, AllGatherWaits, difference
 from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
 from offload.engine.in_flight import InFlight
@@ -78,6 +79,7 @@ class Engine:
         gradients: holds gradients on the host; None where they stay on the device.
         norms: of the gradients of the step under way.
         accumulating: gradients that come are not final.
+        at_first: called once, when the first gradient comes.
 
     Args:
         runtime: streams of the parameters' device.
@@ -124,6 +126,7 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self._progress = _Progress()
         self.norms = Norms()
+        self.at_first: Callable[[], None] | None = None
         self._scale: Tensor | None = None
         self.accumulating = False
 
@@ -156,7 +159,15 @@ class Engine:
     def attach(self, model: nn.Module) -> None:
         """Let the model's forward wait for each unit, so that :meth:`step` need not wait for any."""
         self._detach()
-        if self._worker is not None and AllGatherWaits.can_watch(model):
+        if self._worker is None:
+            return
+        if other := difference(model):
+            warnings.warn(
+                f"optimizer: fully_shard of torch {torch.__version__} is not that of torch {VERSIONS}, whose "
+                f"all-gathers can wait for their layer's update ({other}): step() waits for all updates instead",
+                stacklevel=3,
+            )
+        else:
             self._waits = ModelWaits(model, self.wait, self.wait_for_all, self.settle, self._loaded)
             self._gathers = AllGatherWaits(model, weakly(self.wait_to_gather))
             self._cover()
@@ -233,6 +244,9 @@ class Engine:
             )
         if not self._progress.arrived:
             refuse_graphs(param)
+            if self.at_first is not None:
+                check, self.at_first = self.at_first, None
+                check()
         self.norms.begin()
         is_final = not self.accumulating
         on_device = self._take_addend(param, is_final)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,14 +38,61 @@ def is_offloaded(group: Any) -> bool:
     return any(getattr(param, "offload_to_cpu", False) for param in getattr(group, "fsdp_params", ()))
 
 
-def is_in_ddp(params: Iterable[Tensor]) -> bool:
-    """Whether one of the parameters belongs to a model in DistributedDataParallel, which may be any object there is."""
-    parallel = sys.modules.get("torch.nn.parallel")
-    if parallel is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
+def wrapper_of(params: Iterable[Tensor]) -> str:
+    """``DistributedDataParallel`` or ``FullyShardedDataParallel``, if a model in one of them has one of the parameters;
+    it may be any object there is."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ""
+    modules = ("torch.nn.parallel.distributed", "torch.distributed.fsdp.fully_sharded_data_parallel")
+    names = ("DistributedDataParallel", "FullyShardedDataParallel")
+    known = {getattr(sys.modules.get(module), name, None): name for module, name in zip(modules, names, strict=True)}
+    kinds = tuple(kind for kind in known if kind is not None)
     mine = set(map(id, params))
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), parallel.DistributedDataParallel)]
-    return any(id(param) in mine for wrapper in wrappers for param in wrapper.parameters())
+    for wrapper in [each for each in gc.get_objects() if issubclass(type(each), kinds)]:
+        if any(id(param) in mine for param in wrapper.parameters()):
+            return next(known[kind] for kind in kinds if isinstance(wrapper, kind))
+    return ""
+
+
+VERSIONS = "2.11 to 2.13"
+"""Of torch, whose FSDP2 has been read."""
+
+GATHERS, GATHER = "unshard", "foreach_all_gather"
+"""The method of a group through which all all-gathers go, and what that calls."""
+
+
+def difference(model: nn.Module) -> str:
+    """What of FSDP2, whose private parts are used here, is other than in :data:`VERSIONS`; empty if nothing."""
+    for group in groups_of(model):
+        for name in (GATHERS, "fsdp_params", "device_handle", "comm_ctx", "mesh_info", "_training_state", "__dict__"):
+            if not hasattr(group, name):
+                return f"{type(group).__name__} has no {name}"
+        if any(not hasattr(param, "sharded_param") for param in group.fsdp_params):
+            return "parameters have no sharded_param"
+        streams = getattr(group.comm_ctx, "get_all_gather_streams", None)
+        if streams is None or _takes(streams) != ["async_op", "training_state"]:
+            return f"{type(group.comm_ctx).__name__} does not tell get_all_gather_streams(async_op, training_state)"
+        if _takes(group.unshard) != ["async_op"]:
+            return f"{GATHERS} does not take async_op"
+        kind: Any = type(group)
+        calls = _calls(kind)
+        if [name for name, called in calls.items() if GATHER in called] != [GATHERS]:
+            return f"all-gathers do not go through {type(group).__name__}.{GATHERS}"
+        for name in ("pre_forward", "pre_backward", "_prefetch_unshard"):
+            if GATHERS not in calls.get(name, ()):
+                return f"{type(group).__name__}.{name} does not call {GATHERS}"
+    return ""
+
+
+def _takes(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@functools.cache
+def _calls(kind: type) -> dict[str, tuple[str, ...]]:
+    """The names that each method of a class uses."""
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in dir(kind) if callable(getattr(kind, name))}
+    return {name: method.__code__.co_names for name, method in methods.items() if hasattr(method, "__code__")}
 
 
 class AllGatherWaits:
@@ -63,15 +111,6 @@ class AllGatherWaits:
         self._watches = {id(group): self._watched(group, group.unshard) for group in self._groups}
         for group in self._groups:
             group.unshard = self._watches[id(group)]
-
-    @staticmethod
-    def can_watch(model: nn.Module) -> bool:
-        """Whether all groups are as torch 2.11 to 2.13 make them."""
-        needed = ("unshard", "fsdp_params", "device_handle", "comm_ctx", "_training_state")
-        return all(
-            all(hasattr(group, name) for name in needed) and hasattr(group.comm_ctx, "get_all_gather_streams")
-            for group in groups_of(model)
-        )
 
     def __bool__(self) -> bool:
         """Whether there are any."""

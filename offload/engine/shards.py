@@ -7,8 +7,11 @@ part lies in it, how gradients are put into it, how norms are summed over ranks,
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import math
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +25,27 @@ def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(tensor, known.DTensor)
+
+
+PRIVATE = {
+    "torch.distributed.tensor": ("DTensor._local_tensor", "DTensor._spec"),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "TensorMeta"),
+    "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
+    "torch.distributed._functional_collectives": ("AsyncCollectiveTensor",),
+}
+"""What of torch is used here and is not documented, by module."""
+
+
+@functools.cache
+def difference() -> str:
+    """What of :data:`PRIVATE` there is not; empty if nothing."""
+    for module, names in PRIVATE.items():
+        for name in names:
+            try:
+                operator.attrgetter(name)(importlib.import_module(module))
+            except (ImportError, AttributeError) as error:
+                return f"{module}.{name}: {error}"
+    return ""
 
 
 def local(tensor: Tensor) -> Tensor:

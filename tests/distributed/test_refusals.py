@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload.optim
 from offload import OffloadOptimizer
-from offload.engine.fsdp import groups_of
+from offload.engine import fsdp as engine_fsdp
+from offload.engine import shards
+from offload.engine.fsdp import difference, groups_of
 from offload.errors import UserError
 
 
@@ -86,6 +90,109 @@ def test_gradients_that_ddp_has_not_reduced(early: str) -> None:
     OffloadOptimizer(model.named_parameters(), strategy="stream", lr=0.1)
     other = nn.Linear(2, 2)
     OffloadOptimizer(other.named_parameters(), strategy="stream", lr=0.1, **{early: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("early", ["update_in_backward", "offload_gradients"])
+def test_ddp_around_a_model_whose_optimizer_is_there(threaded: Any, early: str) -> None:
+    """As by accelerate, which wraps the model when it prepares it."""
+    inner = nn.Linear(2, 2)
+    options: dict[str, Any] = {early: True}
+    optimizer = OffloadOptimizer(inner.named_parameters(), strategy="stream", lr=0.1, **options)
+    model = DistributedDataParallel(inner)
+    with pytest.raises(UserError, match=r"^optimizer: DistributedDataParallel.*set both to False.*fully_shard"):
+        model(torch.ones(1, 2)).sum().backward()
+    del optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+def test_fsdp1(strategy: Any, use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(
+        nn.Linear(2, 2), use_orig_params=use_orig_params, device_id=torch.device("cpu"), sync_module_states=False
+    )
+    with pytest.raises(
+        UserError, match=r"^optimizer: FullyShardedDataParallel \(FSDP1\).*fully_shard.*fsdp_version: 2"
+    ):
+        OffloadOptimizer(model.named_parameters(), strategy=strategy, lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+def test_parameters_that_are_laid_out_flat_afterwards(threaded: Any, strategy: Any) -> None:
+    """As FSDP1 does with use_orig_params, in place, and DeepSpeed, with other parameters."""
+    model = nn.Linear(4, 2)
+    optimizer = OffloadOptimizer(model.named_parameters(), strategy=strategy, lr=0.1)
+    model.weight.data = model.weight.data.flatten()[:4]
+    model.weight.grad = torch.ones(4)
+    with pytest.raises(
+        RuntimeError, match=r"^parameters .* have another shape .*DeepSpeed and Full.*\(fully_shard, or"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(10))]
+    with pytest.raises(
+        RuntimeError, match=r"^parameters .* are others \(one has the shape \(10,\).*DeepSpeed and Full"
+    ):
+        optimizer.step()
+
+
+def _without_unshard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FSDPParamGroup, "gather", FSDPParamGroup.unshard, raising=False)
+    patch.delattr(FSDPParamGroup, "unshard")
+
+
+def _past_unshard(patch: pytest.MonkeyPatch) -> None:
+    def pre_forward(group: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        _fsdp_param_group.foreach_all_gather(group)  # type: ignore[call-arg]
+        return args, kwargs
+
+    patch.setattr(FSDPParamGroup, "pre_forward", pre_forward)
+
+
+def _around_unshard(patch: pytest.MonkeyPatch) -> None:
+    def pre_backward(group: Any, *args: Any) -> None:
+        group.gather()
+
+    patch.setattr(FSDPParamGroup, "pre_backward", pre_backward)
+
+
+def _with_other_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FSDPCommContext, "get_all_gather_streams", lambda context, training_state: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without_unshard, "FSDPParamGroup has no unshard"),
+        (_past_unshard, "all-gathers do not go through FSDPParamGroup.unshard"),
+        (_around_unshard, "FSDPParamGroup.pre_backward does not call unshard"),
+        (_with_other_streams, "FSDPCommContext does not tell get_all_gather_streams"),
+    ],
+)
+def test_an_fsdp2_that_is_not_known_is_told_of(
+    threaded: Any, monkeypatch: pytest.MonkeyPatch, change: Any, told: str
+) -> None:
+    """Nothing waits in its all-gathers, so step() waits for all."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert difference(model) == ""
+    engine_fsdp._calls.cache_clear()
+    change(monkeypatch)
+    with pytest.warns(UserWarning, match=rf"^optimizer: fully_shard of torch .* 2\.11 to 2\.13.*{told}.*waits for all"):
+        optimizer = OffloadOptimizer(model.named_parameters(), strategy="stream", model=model, lr=0.1)
+    assert optimizer._engine._waits is None
+    assert "unshard" not in vars(next(groups_of(model)))
+    engine_fsdp._calls.cache_clear()
+
+
+def test_dtensors_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    param = shared(4, 2)
+    shards.difference.cache_clear()
+    monkeypatch.setitem(shards.PRIVATE, "torch.distributed.tensor._utils", ("compute_local_shape_and_offset",))
+    with pytest.raises(
+        UserError, match=r"^optimizer: DTensors of torch .* 2\.11 to 2\.13 .*compute_local_shape_and_off"
+    ):
+        OffloadOptimizer([param], lr=0.1)
+    shards.difference.cache_clear()
 
 
 def test_states_that_cannot_be_saved() -> None:

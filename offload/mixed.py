@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from offload.base_class import is_elementwise, is_foreseeable, is_per_parameter, launches_on_default_stream, path_of
+from offload.base_class import (
+    is_elementwise,
+    is_foreseeable,
+    is_per_parameter,
+    is_same_everywhere,
+    launches_on_default_stream,
+    path_of,
+)
 from offload.engine.base import scaled_gradients, step_alone
 from offload.errors import UserError
 from offload.loading import load
@@ -70,6 +77,14 @@ class MixedOptimizer(torch.optim.Optimizer):
         """An optimizer of a group's class over that group alone."""
         kind, kwargs = self.kinds[group[CLASS]]
         return kind([{key: value for key, value in group.items() if key not in (CLASS, "param_names")}], **kwargs)
+
+    def apart(self) -> None:
+        """Have members of one's own, of which other copies of this object know nothing."""
+        members = {}
+        for path, member in self._members.items():
+            members[path] = object.__new__(type(member))
+            members[path].__dict__.update(member.__dict__)
+        self._members = members
 
     @contextmanager
     def _each(self) -> Iterator[list[torch.optim.Optimizer]]:
@@ -173,6 +188,7 @@ def mixed_class(kinds: Kinds) -> type[MixedOptimizer]:
         "kinds": dict(kinds),
         "per_parameter": all(map(is_per_parameter, classes)),
         "foreseeable": all(map(is_foreseeable, classes)),
+        "same_on_every_device": all(map(is_same_everywhere, classes)),
         "launches_on_default_stream": any(map(launches_on_default_stream, classes)),
         "converts_loaded_states": all(getattr(kind, "owns_loaded_states", False) for kind in classes),
         "folds_gradient_scale": all(getattr(kind, "folds_gradient_scale", False) for kind in classes),

@@ -12,16 +12,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from offload.auto import AHEAD, Auto, AutoPlacement
 from offload.base_class import (
     base_class_of,
     is_foreseeable,
     is_per_parameter,
+    is_same_everywhere,
     launches_on_default_stream,
     needs_closure,
     path_of,
 )
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import PartialStep, place, state_blocks, step_alone
+from offload.engine.both import Both
 from offload.engine.engine import Engine, Schedule
 from offload.engine.forecast import Forecast, Form, forecast, kind_of
 from offload.engine.host import HostCopies, HostPipeline
@@ -43,6 +46,7 @@ from offload.loading import check_shapes, hollow, load, set_params
 from offload.mixed import cuttable_groups
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
+from offload.placing import Speeds
 from offload.refusals import (
     ACCUMULATION_DTYPES,
     check_choices,
@@ -74,6 +78,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     resident   on the device on the device  nothing; nothing
     stream     on the host   on the device  the states; the states
     host       on the host   on the CPU     gradients down, parameters up; parameters and states
+    auto       found out     found out      as of the above that a unit goes by, see :mod:`offload.auto`
     ========== ============= ============== ====================================================================
 
     Updates run beside the caller's thread. :meth:`step` returns when they are queued if it knows the ``model``,
@@ -84,10 +89,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             device. On the CPU every strategy runs, and nothing is copied or page-locked.
         optimizer_class: the base optimizer, as a dotted path (``torch.optim.AdamW``) or a class.
         strategy: see the table.
-        offload_states: with ``stream``, which states rest on the host: a regular expression that is matched
-            against whole state paths ``<state>/<parameter name>`` (``exp_avg/layers.0.attn.q_proj.weight``), or a
-            list of ``{"pattern": regex, "memory": "pinned_host" | "host" | "device"}``, of which the last that
-            matches decides. What nothing matches stays on the device, and so do scalars.
+        offload_states: with ``stream`` and ``auto``, which states rest on the host: a regular expression that is
+            matched against whole state paths ``<state>/<parameter name>`` (``exp_avg/layers.0.attn.q_proj.weight``), or
+            a list of ``{"pattern": regex, "memory": "pinned_host" | "host" | "device"}``, of which the last that
+            matches decides. What nothing matches stays on the device, as scalars do, or is left to ``auto``.
         update_in_backward: update each unit as soon as backward has produced its gradients, and free them at
             once; with accumulation, in the last micro-batch's backward. Excludes clipping by the global norm.
         offload_gradients: move each gradient to the host as soon as backward has produced it and free it on
@@ -98,12 +103,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         in_flight_gib: device memory, in GiB, for what is under way: the staging ring of ``stream``, at most 60 % of
             it, and the gradients that ``update_in_backward`` and ``offload_gradients`` take. Backward waits rather
             than exceed it by more than the gradient that it is computing.
+        device_memory_gib: with ``auto``, GiB of the device that may be taken, by whatever is on it; None for all that
+            is free. Of what is left under the peak of the first steps, states take all but 3 %.
         param_groups: hyperparameters, or another class, for parameters by their names: a list of ``{"params": regex,
             "weight_decay": 0.0, …}``. The first whose ``params`` matches a whole name decides. An entry with an
             ``optimizer_class`` of its own takes ``lr`` and ``weight_decay`` from ``base_kwargs`` if it gives none, and
             nothing else. ``self.param_groups`` has what no entry matches first, then one group per entry.
         model: what the parameters belong to. Gives them names where ``params`` has none, and lets its forward
             wait for each unit's update instead of :meth:`step`.
+        speeds: with ``auto``, those of this machine; None to measure, in a fraction of a second, where they decide.
         **base_kwargs: passed on to the base optimizer (``lr``, ``weight_decay``, …). Where the work is offloaded,
             ``fused=True`` is chosen if the base optimizer has it and the caller chose no implementation.
 
@@ -131,14 +139,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_class: str | type[torch.optim.Optimizer] = "torch.optim.AdamW",
         *,
-        strategy: Literal["host", "stream", "resident"] = "host",
+        strategy: Literal["host", "stream", "resident", "auto"] = "host",
         offload_states: str | list[Any] = ".*",
         update_in_backward: bool = False,
         offload_gradients: bool = False,
         accumulation_dtype: Literal["fp32", "bf16"] | None = None,
         in_flight_gib: float = 1.0,
+        device_memory_gib: float | None = None,
         param_groups: list[Any] | None = None,
         model: nn.Module | None = None,
+        speeds: Speeds | None = None,
         **base_kwargs: Any,
     ) -> None:
         base_class = base_class_of(optimizer_class)
@@ -151,8 +161,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             accumulation_dtype=accumulation_dtype,
             is_default_placement=offload_states == ".*",
             in_flight_gib=in_flight_gib,
+            device_memory_gib=device_memory_gib,
         )
-        placement = Placement(offload_states)
         self._model = None if model is None else weakref.ref(model)
         base_class, base_kwargs, groups = choose_base(
             base_class,
@@ -168,7 +178,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._block = math.lcm(*state_blocks(base_class).values())
         self._schedule = Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward)
         self._gradient_dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
-        self._rules, self._has_rules = placement, offload_states != ".*"
+        self._rules: Placement = AutoPlacement(offload_states) if strategy == "auto" else Placement(offload_states)
+        self._has_rules = offload_states != ".*"
+        self._speeds = speeds
+        self._device_memory = None if device_memory_gib is None else int(device_memory_gib * GIB)
         self._in_flight_bytes = int(in_flight_gib * GIB)
         self._check(groups)
         self._members = Members()
@@ -199,7 +212,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         own = inspect.signature(cls)
         base_class = base_class_of(kwargs.get("optimizer_class", own.parameters["optimizer_class"].default))
-        not_for_configs = ("model",)
+        not_for_configs = ("model", "speeds")
         if kwargs.get("param_groups"):
             read_rules(kwargs["param_groups"], base_class, kwargs)
         merged = [p for n, p in own.parameters.items() if n not in (*not_for_configs, "base_kwargs")]
@@ -220,16 +233,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         runtime = self._runtime(groups) if is_final else HostRuntime()
         is_immediate = runtime.shares_memory
+        self._is_on_host = runtime.is_on_host
         self._memory = HostMemory(runtime)
         self._in_flight = InFlight(runtime, self._in_flight_bytes)
         self._parts = LocalParameters()
         self._copies: HostCopies | None = None
-        if self.strategy == "host" and not is_immediate:
+        if (self.strategy == "host" or self._may_use_cpu(groups)) and not is_immediate:
             self._copies = HostCopies(self._memory, self._members.labels, self._parts)
         self._resting = self._parts if self._copies is None else self._copies
-        self._placement = self._rules if self.strategy == "stream" and not is_immediate else None
+        streams = self.strategy in ("stream", "auto")
+        self._placement = self._rules if streams and not is_immediate else None
         self._forecasts: list[Forecast | None] = []
-        if self.strategy == "stream" and (is_foreseeable(self._base_class) or self._has_rules):
+        if streams and (is_foreseeable(self._base_class) or self._has_rules):
             self._foresee(self._base_class, groups)
             if self._has_rules:
                 check_patterns(self._rules, self._forecasts, groups, self._members.paths, self._block)
@@ -241,13 +256,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         step = PartialStep(self.base_optimizer)
         self._folds = step.folds
         self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
-        self._worker: Pipeline | None = None
-        if not is_immediate:
-            if self._copies is not None:
-                self._worker = HostPipeline(runtime, self._in_flight, step, self._states, self._copies, self._memory)
-            else:
-                on_default = launches_on_default_stream(self._base_class)
-                self._worker = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
+        self._on_cpu: HostPipeline | None = None
+        self._on_device: StreamPipeline | None = None
+        if self._copies is not None:
+            apart = PartialStep(self.base_optimizer)  # of that thread's own
+            ahead = AHEAD if self.strategy == "auto" else 0.5
+            self._on_cpu = HostPipeline(
+                runtime, self._in_flight, apart, self._states, self._copies, self._memory, ahead=ahead
+            )
+        if self.strategy != "host" and not is_immediate:
+            on_default = launches_on_default_stream(self._base_class)
+            self._on_device = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
+        self._worker: Pipeline | Both | None = self._on_device or self._on_cpu
+        if self._on_device is not None and self._on_cpu is not None:
+            self._worker = Both(self._on_device, self._on_cpu)
         this = weakref.ref(self)
         self._engine = Engine(
             runtime,
@@ -266,12 +288,38 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         self._engine.at_first = weakly(self._check_again)
         self._finalizer = weakref.finalize(self, self._engine.close)
+        self.auto: Auto | None = None
+        if isinstance(self._placement, AutoPlacement):
+            assert self._on_device is not None
+            self.auto = Auto(
+                runtime,
+                self._engine,
+                self._states,
+                self._placement,
+                self._copies,
+                self._on_device,
+                lambda: _alive(this)._set_resting(),
+                device=tensors_of(groups)[0].device,
+                in_backward=self.update_in_backward,
+                speeds=self._speeds,
+                budget=self._device_memory,
+            )
+
+    def _may_use_cpu(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether ``auto`` may come to let the CPU update some of the parameters: each is this process's alone, and
+        gets the same bits there."""
+        is_shared = any(map(is_distributed, tensors_of(groups)))
+        return self.strategy == "auto" and is_same_everywhere(self._base_class) and not is_shared
 
     def _begin(self) -> None:
         """Take charge of the parameters of all groups."""
         if self._parts:
             tell_of_fp32(self.param_groups)
         self._add_units(self.param_groups)
+        if self.auto is not None:
+            self.auto.begin(self._forms, self._base_class, self._base_kwargs)
+            if self._on_cpu is not None and self.auto.may_use_cpu and self._engine.gradients is None:
+                self._on_cpu.reserve(self._largest_gradients)
         model = self._attached()
         if model is not None:
             self.attach(model)
@@ -305,7 +353,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._finalizer()
         # Host memory of what is there goes before more is page-locked.
         del self.base_optimizer, self._engine, self._worker, self._states, self._copies, self._resting, self._parts
-        del self._memory, self._in_flight
+        del self._memory, self._in_flight, self._on_cpu, self._on_device, self.auto
         free_pinned()
         self._members.exchange(self.param_groups)
         self._build([dict(group) for group in self.param_groups])
@@ -358,7 +406,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _add_resting(self, params: list[nn.Parameter], before: int) -> None:
         """Make what the base optimizer updates for parameters, of which the first is at the position ``before``."""
         self._parts.add(params)
-        if self._copies is not None:
+        if self._copies is not None and self.strategy == "host":
             self._copies.add(params)
         for position, param in enumerate(params, before):
             if is_distributed(param):
@@ -390,6 +438,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             block=self._block,
             limit=self._piece_limit(),
         )
+        for piece in (piece for unit in units for piece in unit.pieces):
+            piece.way = "host" if self._on_device is None and self._on_cpu is not None else "stream"
         self._reserve(units)
         self._engine.add_units(units)
 
@@ -412,13 +462,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             sum(padded(part.numel * (self._gradient_dtype or part.param.dtype).itemsize) for part in piece.slices)
             for piece in pieces
         ]
-        largest = max(sizes, default=0)
+        self._largest_gradients = largest = max(sizes, default=0)
         offloads_all = self._engine.gradients is not None and not self.update_in_backward
-        if isinstance(self._worker, StreamPipeline):
+        if self._on_device is not None:
             staged = self._states.plan(pieces, self._forms)
-            self._worker.reserve(staged, largest if offloads_all else 0)
-        elif isinstance(self._worker, HostPipeline) and not offloads_all:
-            self._worker.reserve(largest)
+            self._on_device.reserve(staged, largest if offloads_all else 0)
+        elif self._on_cpu is not None and not offloads_all:
+            self._on_cpu.reserve(largest)
         if self._engine.gradients is not None and offloads_all:
             params = [param for unit in units for param in unit.params]
             casts = self._gradient_dtype is not None and any(p.dtype != self._gradient_dtype for p in params)
@@ -647,7 +697,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None and not hands_closure_on:
             with torch.enable_grad():
                 loss, closure = closure(), None
-        if self._copies is not None:
+        if self._copies is not None and self.strategy == "host":
             self._add_missing_copies(self._copies)
         if self._worker is None and not self.update_in_backward:
             self._push_groups()
@@ -665,6 +715,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._pull_groups()
         else:
             self._engine.step()
+        if self.auto is not None:
+            self.auto.after_step()
         return loss
 
     def _check_members(self) -> None:
@@ -686,7 +738,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params = tensors_of(self.param_groups)
         if any(p.grad is not None and not copies.known([p]) for p in params):
             self._add_resting(params, 0)
-            set_params(self.base_optimizer, [[copies.of(p) for p in group["params"]] for group in self.param_groups])
+            self._set_resting()
+
+    def _set_resting(self) -> None:
+        """Tell the base optimizer what it updates for each parameter."""
+        resting = [[self._resting.of(param) for param in group["params"]] for group in self.param_groups]
+        set_params(self.base_optimizer, resting)
 
     # Training and evaluation
 
@@ -739,12 +796,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 path = self._members.paths.get(self._resting.device(param), "")
                 if isinstance(value, Tensor) and not self._states.is_counted(key, value, path):
                     # Without a device of its own, strategy resident plays one.
-                    is_host = value.device.type == "cpu" and self.strategy != "resident"
+                    is_host = self._is_on_host(value) and self.strategy != "resident"
                     purposes = report.setdefault("host", {}) if is_host else on_device
                     nbytes = sum(component.nbytes for component in components(value))
                     purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + nbytes
-        if isinstance(self._worker, StreamPipeline):
-            on_device["staging"] = self._worker.staging_bytes()
+        if self._on_device is not None:
+            on_device["staging"] = self._on_device.staging_bytes()
         on_device["gradients"] = self._in_flight.peak
         kept = {kind: {purpose: nbytes for purpose, nbytes in p.items() if nbytes} for kind, p in report.items()}
         return {kind: purposes for kind, purposes in kept.items() if purposes}

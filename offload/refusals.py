@@ -18,7 +18,7 @@ from offload.engine.shards import is_distributed
 from offload.errors import UserError
 from offload.groups import tensors_of
 
-STRATEGIES = ("host", "stream", "resident")
+STRATEGIES = ("host", "stream", "resident", "auto")
 
 ACCUMULATION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,6 +35,7 @@ def check_choices(
     accumulation_dtype: str | None,
     is_default_placement: bool,
     in_flight_gib: float,
+    device_memory_gib: float | None = None,
 ) -> None:
     """Refuse values, and combinations of them, that mean nothing."""
     if strategy not in STRATEGIES:
@@ -47,12 +48,25 @@ def check_choices(
             f"optimizer.in_flight_gib: got {in_flight_gib!r}, expected GiB of device memory above 0, such as 1.0; more "
             "lets backward run further ahead of the updates"
         )
+    if device_memory_gib is not None:
+        if strategy != "auto":
+            raise UserError(
+                f"optimizer.device_memory_gib: with strategy={strategy} no states move to what is left of the device's "
+                "memory; leave it out or set strategy=auto"
+            )
+        if isinstance(device_memory_gib, bool) or not (
+            isinstance(device_memory_gib, (int, float)) and device_memory_gib > 0
+        ):
+            raise UserError(
+                f"optimizer.device_memory_gib: got {device_memory_gib!r}, expected GiB that may be taken of the "
+                "device, such as 22.0, or null for all that is free"
+            )
     if offload_gradients and strategy == "resident":
         raise UserError(
             "optimizer.offload_gradients: strategy=resident updates with the gradients on the device; set "
             "offload_gradients=False, or strategy=stream or host"
         )
-    if not is_default_placement and strategy != "stream":
+    if not is_default_placement and strategy not in ("stream", "auto"):
         rests = "all states rest on the device" if strategy == "resident" else "all states rest on the host"
         raise UserError(
             f"optimizer.offload_states: with strategy={strategy} {rests}; leave it out or set strategy=stream"
@@ -113,8 +127,8 @@ def check_base(
             "optimizer.optimizer_class: torch.optim.SparseAdam takes sparse gradients, which cannot be offloaded; use "
             "strategy=resident with update_in_backward=False, or torch.optim.AdamW with dense gradients"
         )
-    if not is_per_parameter(base_class) and (strategy == "stream" or update_in_backward):
-        setting = "strategy=stream" if strategy == "stream" else "update_in_backward=True"
+    if not is_per_parameter(base_class) and (strategy in ("stream", "auto") or update_in_backward):
+        setting = f"strategy={strategy}" if strategy in ("stream", "auto") else "update_in_backward=True"
         raise UserError(
             f"optimizer.optimizer_class: {base_class.__module__}.{base_class.__qualname__} is not known to update "
             f"each parameter by itself, which {setting} needs; if it does, give the class an attribute "

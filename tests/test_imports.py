@@ -37,7 +37,7 @@ LEVELS = {
 }
 LEAVES = {
     f"offload.{name}"
-    for name in ("errors", "component", "streams", "durable", "device", "paths", "tiny", "torchao_shim")
+    for name in ("errors", "component", "streams", "durable", "device", "host_memory", "paths", "tiny", "torchao_shim")
 }
 # These load the rest when it is asked for, never when they are imported themselves.
 DOORS = {"offload", "offload.__main__", "offload._startup"}

@@ -106,8 +106,8 @@ def _device(device: Any, nvidia: list[dict[str, str]]) -> Section:
 
 
 def _memory() -> Section:
+    from offload.host_memory import host_memory
     from offload.metrics.environment import environment
-    from offload.plan.host_memory import host_memory
 
     facts, memory = environment("cpu"), host_memory()
     section: Section = {

@@ -285,8 +285,8 @@ class _Run:
 
 
 def _limits(device: Any, vram: int | None, ram: int | None, card: str | None) -> Limits:
+    from offload.host_memory import host_memory
     from offload.plan.budget import OS_SHARE
-    from offload.plan.host_memory import host_memory
 
     names = {"device": f" of {card}" if card else "", "host": ""}
     has_here = False

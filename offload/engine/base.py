@@ -124,6 +124,10 @@ class PartialStep:
         self.folds = bool(getattr(type(base), "folds_gradient_scale", False))
         self._base = object.__new__(type(base))
         self._base.__dict__.update(base.__dict__)
+        # A base optimizer that consists of others has them step on one thread at a time.
+        apart = getattr(self._base, "apart", None)
+        if apart is not None:
+            apart()
 
     def __call__(self, entries: Sequence[Entry], groups: Hyperparameters, scale: Tensor | None = None) -> None:
         """Update every entry with its gradient; states change in place.

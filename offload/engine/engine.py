@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import Hyperparameters, PartialStep, Snapshots, scaled_gradients
+from offload.engine.both import Both
 from offload.engine.fsdp import VERSIONS, AllGatherWaits, difference
 from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
@@ -31,7 +32,6 @@ from offload.engine.pipeline import Gradient, Job, Pipeline
 from offload.engine.runtime import Event, Runtime
 from offload.engine.shards import LocalParameters, gradient_of, local, set_gradient
 from offload.engine.states import States
-from offload.engine.stream import StreamPipeline
 from offload.engine.units import Piece, Unit
 
 
@@ -46,6 +46,10 @@ class Schedule:
 
     offload_gradients: bool
     update_in_backward: bool
+
+
+_Options = tuple[Hyperparameters, Tensor | None, list[Event]]
+"""Hyperparameters, factor of the gradients, and the events after which both may be read."""
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Engine:
         step: runs the base optimizer on part of its parameters.
         states: where the base optimizer's states are.
         worker: carries updates out beside this thread; None to do them at once.
-        copies: host copies of the parameters, for strategy ``host`` on a device.
+        copies: host copies of the parameters that the CPU updates, where the device has a memory of its own.
         names: what messages call each parameter.
         groups: the caller's parameter groups as they are now.
     """
@@ -101,7 +105,7 @@ class Engine:
         in_flight: InFlight,
         step: PartialStep,
         states: States,
-        worker: Pipeline | None,
+        worker: Pipeline | Both | None,
         copies: HostCopies | None,
         names: dict[Tensor, str],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
@@ -118,6 +122,7 @@ class Engine:
         self._groups = groups
         self._snapshots = Snapshots()
         self._on_host: tuple[Hyperparameters, Hyperparameters, list[Event]] = [], [], []
+        self._taken: Hyperparameters = ()
         self._snapshot_stream: Hashable = None
         self.units: list[Unit] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
@@ -330,7 +335,7 @@ class Engine:
                     gradients[param] = taken[param] = gradient
             if gradients:
                 jobs.append((piece, gradients))
-        groups, read = self._hyperparameters()
+        groups = self._hyperparameters()
         here = self._runtime.stream()
         streams = {stream for piece, _ in jobs for stream in self._progress.streams.get(piece, ())} if early else set()
         for other in (streams | {self._snapshot_stream}) - {here}:
@@ -338,11 +343,9 @@ class Engine:
         on_device = {param: gradient.values for param, gradient in taken.items() if not gradient.on_host}
         if early:
             self.norms.leave(on_device)
-        scale = self._scale
-        if self._copies is not None:
-            scale = self._bring(scale, read := list(read))
+        options = self._options(groups, {piece.way == "host" for piece, _ in jobs})
         ready = self._runtime.record()
-        made = [Job(piece, gradients, ready, groups, scale, read) for piece, gradients in jobs]
+        made = [Job(piece, gradients, ready, *options[piece.way == "host"]) for piece, gradients in jobs]
         if self._worker is not None:
             self._in_flight.submit(on_device.values())
             self._worker.submit(made)
@@ -351,20 +354,25 @@ class Engine:
                 self._update_now(job)
         return set(taken)
 
-    def _hyperparameters(self) -> tuple[Hyperparameters, list[Event]]:
-        """The hyperparameters now, and the events after which the worker may read those that are tensors."""
-        before, host, read = self._on_host
+    def _hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters now."""
         groups = self._snapshots.take(self._groups())
-        if groups is not before:
-            self._snapshot_stream = self._runtime.stream()
-            self._on_host = groups, groups, []
-        if self._copies is None:
-            return groups, []
-        if groups is not before:
-            read = []
-            host = [{key: self._bring(value, read) for key, value in group.items()} for group in groups]
-            self._on_host = groups, host, read
-        return host, read
+        if groups is not self._taken:
+            self._taken, self._snapshot_stream = groups, self._runtime.stream()
+        return groups
+
+    def _options(self, groups: Hyperparameters, ways: Iterable[bool]) -> dict[bool, _Options]:
+        """What updates need beside gradients: for those on the device, and if asked for on the CPU (True), where
+        tensors are brought to the host."""
+        options: dict[bool, _Options] = {False: (groups, self._scale, [])}
+        if True in ways:
+            if self._on_host[0] is not groups:
+                read: list[Event] = []
+                brought = [{key: self._bring(value, read) for key, value in group.items()} for group in groups]
+                self._on_host = groups, brought, read
+            _, on_host, before = self._on_host
+            options[True] = on_host, self._bring(self._scale, read := list(before)), read
+        return options
 
     def _bring(self, value: Any, read: list[Event]) -> Any:
         """A 0-dim tensor's copy on the host, there after the event that is added to ``read``; else the value."""
@@ -434,7 +442,7 @@ class Engine:
             # The last gradients of backward belong to what the next forward needs first.
             for rank, piece in enumerate(sorted(pieces, key=lambda piece: -came.get(piece, -1))):
                 piece.rank = rank
-        if isinstance(self._worker, StreamPipeline):
+        if self._worker is not None:
             in_backward = self._schedule.update_in_backward and came
             self._worker.expect(list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank))
 

@@ -43,18 +43,33 @@ class HostCopies:
         self._host: dict[Tensor, nn.Parameter] = {}
         self._device: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
+        self._spare: dict[Tensor, nn.Parameter] = {}
 
     def add(self, params: Sequence[nn.Parameter]) -> None:
         """Make copies of the parameters that are trained and have none yet."""
         new = [p for p in params if p.requires_grad and p not in self._host]
-        like = [torch.empty(local(p).shape, dtype=p.dtype, device="meta") for p in new]
-        for param, copy in zip(new, self._memory.allocate(like, "parameters"), strict=True):
-            host = nn.Parameter(copy)
-            self._host[param], self._device[host] = host, param
+        self.reserve(new)
+        for param in new:
+            host = self._host[param] = self._spare.pop(param)
+            self._device[host] = param
         self.read(new)
 
+    def reserve(self, params: Iterable[nn.Parameter]) -> None:
+        """Allocate the copies of parameters that may be added later."""
+        new = [p for p in params if p not in self._host and p not in self._spare]
+        like = [torch.empty(local(p).shape, dtype=p.dtype, device="meta") for p in new]
+        for param, copy in zip(new, self._memory.allocate(like, "parameters"), strict=True):
+            self._spare[param] = nn.Parameter(copy)
+
+    def drop(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget the copies of some parameters; their memory is kept for :meth:`add`."""
+        for param in self.known(params):
+            host = self._host.pop(param)
+            del self._device[host]
+            self._spare[param] = host
+
     def of(self, param: nn.Parameter) -> nn.Parameter:
-        """The host copy of a parameter; if it has none because it is frozen, this rank's part of it."""
+        """The host copy of a parameter; if it has none, as a frozen one, this rank's part of it."""
         return self._host[param] if param in self._host else self._parts.of(param)
 
     def device(self, host: Tensor) -> Tensor:
@@ -77,8 +92,8 @@ class HostCopies:
         self._versions[param] = local(param)._version
 
     def check(self, param: nn.Parameter) -> None:
-        """Raises RuntimeError where the parameter was changed by somebody else since it was last written."""
-        if self._versions[param] != local(param)._version:
+        """Raises RuntimeError where a parameter with a copy was changed by somebody else since it was last written."""
+        if param in self._host and self._versions[param] != local(param)._version:
             raise RuntimeError(
                 f"{self._names[param]} was changed outside the optimizer since its host copy was made (by "
                 "load_state_dict, .to() or an in-place operation); call optimizer.sync_from_model() after "
@@ -109,6 +124,8 @@ class HostPipeline(Pipeline):
         states: where states are; they stay there.
         copies: the parameters' host copies.
         memory: for the ring of gradient buffers.
+        ahead: of the largest piece, how many times its gradients come down ahead of their update. Half hides the
+            copies; more lets gradients leave a device whose memory others need.
     """
 
     name = "offload-host"
@@ -121,13 +138,16 @@ class HostPipeline(Pipeline):
         states: States,
         copies: HostCopies,
         memory: HostMemory,
+        *,
+        ahead: float = 0.5,
     ) -> None:
         super().__init__(runtime, in_flight)
         self._step = step
         self._states = states
         self._copies = copies
         self._memory = memory
-        self._slots = [Slot(torch.empty(0, dtype=torch.uint8)) for _ in range(SLOTS)]
+        self._ahead_at_most = ahead
+        self._slots = [Slot(torch.empty(0, dtype=torch.uint8)) for _ in range(SLOTS + int(ahead))]
         self._free = deque(self._slots)
         self._uploaded: dict[Piece, Event] = {}
         self._coming: deque[tuple[Job, Slot, dict[Slice, Tensor]]] = deque()
@@ -154,7 +174,7 @@ class HostPipeline(Pipeline):
             return False
         current = self._coming.popleft()
         # Far enough ahead to hide the copy behind an update, and no further: the order is decided here.
-        while self._ahead() * 2 < self._largest and self._bring_next(block=False):
+        while self._ahead() < self._ahead_at_most * self._largest and self._bring_next(block=False):
             pass
         self._update(*current)
         return True

@@ -37,7 +37,7 @@ class InFlight:
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
 
     def set_aside(self, nbytes: int) -> None:
-        """Take memory out of the limit, for something else."""
+        """Take memory out of the limit, for something else; less than none: give it back."""
         self.limit = max(0, self.limit - nbytes)
 
     def hold(self, gradient: Tensor) -> None:

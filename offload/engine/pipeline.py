@@ -147,11 +147,21 @@ class Pipeline(Worker):
         with self._signal:
             self._raise_error()
             for job in jobs:
-                self._queue.add(job)
+                self._add(job)
                 self._open[job.piece.unit] += 1
-            if self._queue:
+            if self._has_jobs():
                 self._start()
             self._signal.notify_all()
+
+    def _add(self, job: Job) -> None:
+        """Queue a job, with the signal held."""
+        self._queue.add(job)
+
+    def _has_jobs(self) -> bool:
+        return bool(self._queue)
+
+    def expect(self, pieces: Sequence[Piece]) -> None:
+        """The order in which the next step's updates will be submitted."""
 
     def wait(self, unit: Unit, *, keep: bool = False) -> None:
         """Make the current stream wait for a unit's update; blocks the thread until that is queued.

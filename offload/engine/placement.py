@@ -29,7 +29,7 @@ class Placement:
 
     def __init__(self, rules: str | Sequence[Any]) -> None:
         self.rules: list[tuple[re.Pattern[str], str]] = []
-        self._known: dict[tuple[str, str], str] = {}
+        self._known: dict[tuple[str, str], str | None] = {}
         entries: Sequence[Any] = [rules] if isinstance(rules, str) else rules
         if not isinstance(entries, (list, tuple)):
             raise UserError(f"{KEY}: expected a regular expression or a list of rules, got {rules!r}")
@@ -39,10 +39,14 @@ class Placement:
 
     def memory(self, state: str, name: str) -> str:
         """The memory kind of one state of one parameter."""
+        return self.rule(state, name) or "device"
+
+    def rule(self, state: str, name: str) -> str | None:
+        """The memory kind that the rules say; None where none matches."""
         if (state, name) not in self._known:
             path = f"{state}/{name}"
             matching = [memory for pattern, memory in self.rules if pattern.fullmatch(path)]
-            self._known[state, name] = matching[-1] if matching else "device"
+            self._known[state, name] = matching[-1] if matching else None
         return self._known[state, name]
 
     def check(self, paths: Iterable[str]) -> None:

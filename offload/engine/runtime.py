@@ -104,6 +104,16 @@ class Runtime(Protocol):
     def empty_device(self, nbytes: int) -> Tensor:
         """A device buffer of ``nbytes`` (uint8), for any stream."""
 
+    def memory_left(self) -> tuple[int, int] | None:
+        """Bytes of device memory that this process could have had beyond the most that it held, and the device's
+        total; None where that is not known."""
+
+    def retries(self) -> int:
+        """Times that cached device memory was given back to serve an allocation: there is too little for all."""
+
+    def now(self) -> float:
+        """Seconds of a clock."""
+
     def drain(self) -> None:
         """Block until everything is done that was queued on this object's own streams."""
 
@@ -140,6 +150,9 @@ class _Threads:
 
     def working(self, name: str) -> AbstractContextManager[object]:
         return _traced(name)
+
+    def now(self) -> float:
+        return time.perf_counter()
 
     def signal(self) -> Signal:
         return threading.Condition()
@@ -188,6 +201,12 @@ class HostRuntime(_Threads):
 
     def empty_device(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory_left(self) -> tuple[int, int] | None:
+        return None
+
+    def retries(self) -> int:
+        return 0
 
     def drain(self) -> None:
         return None
@@ -286,6 +305,20 @@ class AcceleratorRuntime(_Threads):
 
     def empty_device(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def memory_left(self) -> tuple[int, int] | None:
+        module = torch.get_device_module(self._device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free, total = module.mem_get_info(self._device)
+        reserved = module.memory_reserved(self._device)
+        share = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
+        can_have = min(free + reserved, int(share * total))
+        return can_have - max(reserved, module.max_memory_reserved(self._device)), total
+
+    def retries(self) -> int:
+        module = torch.get_device_module(self._device)
+        return module.memory_stats(self._device).get("num_alloc_retries", 0) if hasattr(module, "memory_stats") else 0
 
     def drain(self) -> None:
         for stream in self._streams.values():

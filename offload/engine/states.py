@@ -188,7 +188,8 @@ class States:
         self._layouts.clear()
 
     def _on_host(self, piece: Piece) -> Iterator[tuple[Slice, str, Tensor]]:
-        for part in piece.slices:
+        """The states that have to be brought to the device for the update of a piece."""
+        for part in piece.slices if piece.way != "host" else ():
             if self._has_state(part):
                 for key, value in self._state(part.param).items():
                     if self._rests_on_host(key, value, part.name):
@@ -234,7 +235,7 @@ class States:
     def staged(self, part: Slice, layout: Layout | None, buffer: Tensor | None) -> dict[str, Any]:
         """The state of one slice for the base optimizer, with what rests on the host in ``buffer``."""
         if layout is None or buffer is None:
-            return self._in_place(part, {})
+            return self._in_place(part, {}, everything=True)
         address = buffer.data_ptr()
         if address not in layout.views:
             layout.views[address] = self._views(layout, buffer)
@@ -250,13 +251,14 @@ class States:
             views.setdefault(entry.slice, {})[entry.key] = rebuild(like, iter(parts))
         return views
 
-    def _in_place(self, part: Slice, staged: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What of a slice's state is where the update runs: all but ``staged`` and what rests elsewhere."""
+    def _in_place(self, part: Slice, staged: Mapping[str, Tensor], *, everything: bool = False) -> dict[str, Any]:
+        """What of a slice's state is where the update runs: all but ``staged`` and what rests elsewhere, or
+        ``everything``."""
         state: dict[str, Any] = {}
         if not self._has_state(part):
             return state
         for key, value in self._state(part.param).items():
-            if key in staged or (not staged and self._rests_on_host(key, value, part.name)):
+            if not everything and (key in staged or (not staged and self._rests_on_host(key, value, part.name))):
                 continue
             if part.is_whole:
                 state[key] = value
@@ -381,6 +383,49 @@ class States:
             move(target, source)
         self._state(part.param)[key] = rebuild(value, iter(memory))
 
+    # From one memory to another, while nothing works on them
+
+    def of(self, param: nn.Parameter) -> Mapping[str, Any]:
+        """What the base optimizer keeps for a parameter; empty before its first update."""
+        return self._base.state.get(self._resting(param), {})
+
+    def lift(self, param: nn.Parameter, key: str, empty: Callable[[Tensor], Tensor], move: Move) -> None:
+        """Bring a state from the host to the device. Its host memory is kept, for :meth:`lower`.
+
+        Args:
+            param: whose.
+            key: of the state.
+            empty: makes a device tensor in the form of another.
+            move: copies from host to device.
+
+        Raises:
+            torch.OutOfMemoryError: the state is where it was.
+        """
+        value = self._state(param)[key]
+        parts = components(value)
+        targets = [empty(part) for part in parts]
+        for target, part in zip(targets, parts, strict=True):
+            move(target, part)
+        self._planned[param, key] = parts
+        self._state(param)[key] = rebuild(value, iter(targets))
+        self.forget_layouts()
+
+    def lower(self, whole: Slice, key: str, move: Move) -> None:
+        """Bring a state of a parameter from the device to where the placement rests it now."""
+        self._rest_whole([(whole, key, self._state(whole.param)[key])], move)
+        self.forget_layouts()
+
+    def hand_over(self, before: nn.Parameter, whole: Slice, device: torch.device) -> None:
+        """Give what was kept under one key to the tensor that is updated in its place, on ``device``."""
+        state = self._base.state.pop(before, None)
+        if state is None:
+            return
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 0 and not self._is_host_scalar(key, value, whole.group):
+                state[key] = value.to(device)
+        self._base.state[self._resting(whole.param)] = state
+        self.forget_layouts()
+
     # Loading
 
     def forget(self) -> None:
@@ -414,7 +459,7 @@ class States:
                     seen.add((part.param, key))
                     if not self._rests_on_host(key, value, part.name):
                         if not self._is_host_scalar(key, value, part.group):
-                            state[key] = value.to(device)
+                            state[key] = value.to("cpu" if piece.way == "host" else device)
                     elif key in before and _same_form(before[key], value):
                         for old, new in zip(components(before[key]), components(value), strict=True):
                             old.copy_(new)

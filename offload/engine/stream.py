@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.engine.base import PartialStep
 from offload.engine.in_flight import InFlight
 from offload.engine.memory import carve, padded
-from offload.engine.pipeline import Job, Pipeline
+from offload.engine.pipeline import Job, Jobs, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
 from offload.engine.shards import local
 from offload.engine.states import States
@@ -77,6 +77,7 @@ class StreamPipeline(Pipeline):
         self._rested: dict[Piece, Event] = {}
         self._last_staged: Event = DONE
         self._last_rested: Event = DONE
+        self._resident = Jobs()
         self._expected: list[Piece] = []
         self._overdue: set[Job] = set()
         self._holding = True
@@ -90,10 +91,21 @@ class StreamPipeline(Pipeline):
             slot.states = self._enlarged(slot, slot.states, states)
             slot.gradients = self._enlarged(slot, slot.gradients, gradients)
 
+    def release(self) -> None:
+        """Give the staging ring's memory to gradients until a piece has to come up again; nothing is under way."""
+        self._in_flight.set_aside(-self.staging_bytes())
+        self._states.forget_layouts()
+        for slot in self._slots:
+            slot.states = slot.gradients = torch.empty(0, dtype=torch.uint8)
+
     def submit(self, jobs: Iterable[Job]) -> None:
         with self._signal:
             self._holding = False
         super().submit(jobs)
+
+    def _add(self, job: Job) -> None:
+        is_resident = job.piece.way == "resident" and not any(g.on_host for g in job.gradients.values())
+        (self._resident if is_resident else self._queue).add(job)
 
     def expect(self, pieces: Sequence[Piece]) -> None:
         """The order in which the next step's updates will be submitted; their states are brought up ahead of them."""
@@ -124,6 +136,13 @@ class StreamPipeline(Pipeline):
     def _is_busy(self) -> bool:
         return self._is_staging or super()._is_busy()
 
+    def _has_jobs(self) -> bool:
+        return bool(self._resident) or super()._has_jobs()
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._resident = Jobs()
+
     # The worker's side
 
     def _work_once(self) -> bool:
@@ -134,12 +153,17 @@ class StreamPipeline(Pipeline):
             while True:
                 job = next(filter(None, map(self._queue.of, self._staged)), None)
                 piece = None if job is not None else self._next_to_stage()
-                if job is not None or piece is not None:
+                # What needs no copies is done while the link is busy.
+                resident = self._resident.best() if job is None and (piece is None or self._is_link_busy()) else None
+                if job is not None or resident is not None or piece is not None:
                     break
                 if self._stopping:
                     return False
                 self._signal.wait()
-            if job is not None:
+            if resident is not None:
+                job, slot = resident, Slot()
+                self._resident.remove(job)
+            elif job is not None:
                 self._queue.remove(job)
                 if job in self._overdue:
                     self._overdue.remove(job)
@@ -158,6 +182,10 @@ class StreamPipeline(Pipeline):
             assert piece is not None
             self._stage(piece, slot)
         return True
+
+    def _is_link_busy(self) -> bool:
+        """Whether a piece's way up would have to wait for another's."""
+        return len(self._uploads) >= UPLOADS_IN_FLIGHT and not self._uploads[0].is_done()
 
     def _next_to_stage(self) -> Piece | None:
         """Of the pieces that are ready and the one that backward will come to next, the one needed first."""
@@ -237,8 +265,9 @@ class StreamPipeline(Pipeline):
         self._rested[job.piece] = slot.freed
         gradients.clear()
         self._in_flight.release([*job.options(), *job.finished_gradients()], updated)
-        with self._signal:
-            self._free.append(slot)
+        if slot in self._slots:
+            with self._signal:
+                self._free.append(slot)
         self._finish(job, updated)
 
     def _bring_gradients(self, job: Job, slot: Slot) -> dict[Slice, Tensor]:

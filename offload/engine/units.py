@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ CHUNK_ELEMENTS = 48 * 2**20
 """Elements of the largest piece, unless a single tensor that cannot be cut is larger. A layer of a 7B model is five
 pieces, of whole tensors: each piece costs Python and a handful of CUDA calls, and a tensor that is cut needs a copy for
 each of its states and ranges. A multiple of 64, so that ranges of a tensor begin at the alignment of host memory."""
+
+Way = Literal["resident", "stream", "host"]
 
 Member = tuple[nn.Parameter, str, int, int]
 """``(parameter, name, index of its group, its position over all groups)``."""
@@ -93,6 +96,9 @@ class Piece:
     slices: list[Slice]
     rank: int = 0
     """Position in the order in which the next forward needs the pieces."""
+    way: Way = "stream"
+    """How it is updated: with states that come from the host (``stream``), that are all on the device (``resident``),
+    or on the CPU (``host``). All pieces of one parameter go one way."""
 
     @property
     def numel(self) -> int:

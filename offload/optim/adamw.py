@@ -82,6 +82,7 @@ class Adam(torch.optim.Optimizer):
 
     per_parameter = True
     elementwise = True
+    same_on_every_device = True
     folds_gradient_scale = True
     owns_loaded_states = True
     state_block: Mapping[str, int] = STATE_BLOCK

@@ -275,6 +275,13 @@ class SimulatedAccelerator:
     def start(self, work: Callable[[], None], name: str) -> Thread:
         return self._threads.start(work, name)
 
+    def memory_left(self) -> tuple[int, int] | None:
+        left = self.memory.left()
+        return None if left is None else (int(left[0] / self.scale), int(left[1] / self.scale))
+
+    def retries(self) -> int:
+        return self.memory.retries
+
     def drain(self) -> None:
         if not self._threads.are_left:
             thread = self._threads.point()
@@ -374,8 +381,11 @@ class SimulatedAccelerator:
         finally:
             thread.is_loose = before
 
-    def now(self, agent: str) -> float:
-        """A thread's virtual time, or when a stream has finished what is queued. Raises KeyError for no agent."""
+    def now(self, agent: str | None = None) -> float:
+        """A thread's virtual time, by default the current one's, or when a stream has finished what is queued. Raises
+        KeyError for no agent."""
+        if agent is None:
+            return self._threads.current().now
         return self._streams[agent].now if agent in self._streams else self._threads[agent].now
 
     def finish(self) -> float:

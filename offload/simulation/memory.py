@@ -207,6 +207,12 @@ class CachingAllocator:
 
     # ---- what was used
 
+    def left(self) -> tuple[int, int] | None:
+        """Bytes that were never taken since the last :meth:`reset_peak`, and the device's; None without a limit."""
+        if self._capacity is None:
+            return None
+        return self._capacity - max(self.reserved, self._since.reserved), self._capacity
+
     def reset_peak(self) -> None:
         """Begin a new time for :meth:`use`."""
         self._before = self.use_since_start()

@@ -36,7 +36,7 @@ DEFAULT_LENGTH = 2048
 """Tokens of a sequence where neither the tokenizer nor the model limits them."""
 
 WRAPPER_KEYS = ("strategy", "offload_states", "update_in_backward", "offload_gradients", "accumulation_dtype",
-                "in_flight_gib", "minimal_size")  # fmt: skip
+                "in_flight_gib", "device_memory_gib", "minimal_size")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,11 @@ class Planner:
             width = None if given is None else ACCUMULATION_DTYPES[given].itemsize
             locked["gradients"] = [sharding.part(param.numel() * (width or param.element_size())) for _, param in named]
         bound = int(section.get("in_flight_gib", 1.0) * GIB)
-        staged = min(int(STAGING_SHARE * bound), sum(locked.get("optimizer states", []))) if strategy == "stream" else 0
+        staged = (
+            min(int(STAGING_SHARE * bound), sum(locked.get("optimizer states", [])))
+            if strategy in ("stream", "auto")
+            else 0
+        )
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
         return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), whole
 

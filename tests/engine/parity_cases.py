@@ -89,7 +89,8 @@ class Case:
         zero: how gradients are dropped: ``optimizer``, ``model``, ``zeros`` (kept and zeroed), ``never``.
         is_tied: the head's weight is the embedding's.
         is_strided: one weight is the transpose of a contiguous tensor.
-        placement: key of :data:`PLACEMENTS`, for strategy ``stream``.
+        placement: key of :data:`PLACEMENTS`, for strategies ``stream`` and ``auto``. With ``auto``, all that no rule of
+            it matches goes another way in each step: resident, streamed, updated on the host.
         interlude: what the caller does between steps: ``none``, ``evaluate`` the model, read the ``state``.
         chunk: elements above which a tensor is cut; whole cache lines, as in earnest: the last bits of some 16-bit CPU
             kernels depend on how far an element is from a range's end. Packed states are cut at whole blocks.
@@ -132,7 +133,7 @@ class Case:
     @property
     def is_valid(self) -> bool:
         """Whether the combination has a meaning."""
-        if self.placement != "all" and (self.strategy != "stream" or self.base == "SGD-stateless"):
+        if self.placement != "all" and (self.strategy not in ("stream", "auto") or self.base == "SGD-stateless"):
             return False  # nothing to place
         if self.strategy == "resident" and (self.gradients != "device" or self.device != "cpu"):
             return False  # a resident update copies nothing, on any device
@@ -354,6 +355,8 @@ def playing(case: Case) -> Iterator[None]:
     """Inside, OffloadOptimizer sees the case's device and cuts tensors above the case's chunk size."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("offload.engine.units.CHUNK_ELEMENTS", 1024 if case.is_quantized else case.chunk)
+        # The device that is played has the host's kernels.
+        patch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
         if case.device == "threaded":
             play_device(patch, ThreadedRuntime())
         elif case.device != "cpu":
@@ -368,6 +371,22 @@ def build_offloaded(case: Case, model: nn.Module) -> OffloadOptimizer:
     return OffloadOptimizer(
         param_groups(case, model), BASES[case.base][0], **case.offloading(), **attached, **case.kwargs
     )
+
+
+def rearrange(optimizer: OffloadOptimizer, turn: int) -> None:
+    """Send every portion another way than in the turn before, as far as ``auto`` may: three kinds go side by side."""
+    auto = optimizer.auto
+    if auto is None:
+        return
+    optimizer.synchronize()
+    ways = {portion: (index + turn) % 3 for index, portion in enumerate(auto.portions()) if auto.is_free(portion)}
+    for portion, way in ways.items():
+        if portion.way == "resident" and way != 0:
+            auto.lower(portion)
+    auto.let_cpu_update([portion for portion, way in ways.items() if way == 1])
+    for portion, way in ways.items():
+        if portion.way == "stream" and way == 0:
+            assert auto.lift(portion)
 
 
 def run_backward(case: Case, model: nn.Module, optimizer: OffloadOptimizer, step: int) -> None:
@@ -394,6 +413,7 @@ def train_offloaded(case: Case) -> Outcome:
             optimizer.step()
             zero_gradients(case, model, optimizer)
             between_steps(case, model, optimizer)
+            rearrange(optimizer, step)
         optimizer.synchronize()
         return outcome(model, optimizer, [norm.clone() for norm in norms])
 

@@ -21,7 +21,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offload.auto
 import offload.engine.accumulation
+import offload.engine.both
 import offload.engine.engine
 import offload.engine.fsdp
 import offload.engine.gradients
@@ -55,6 +57,8 @@ MODULES = (
     offload.engine.norms,
     offload.engine.gradients,
     offload.engine.shards,
+    offload.engine.both,
+    offload.auto,
     offload.optimizer,
 )
 
@@ -543,6 +547,32 @@ def _exchange(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
         group["params"] = [others[param] for param in group["params"]]
 
 
+def _move(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
+    """States come to the device, leave it again, and the CPU updates the rest; nobody waits before."""
+    if not isinstance(optimizer, OffloadOptimizer):
+        return
+    auto = optimizer.auto
+    assert auto is not None
+    auto._runtime.memory_left = lambda: (2000, 2000)  # type: ignore[method-assign]
+    auto._course = auto._watch()  # what it would do by itself waits before
+    ways = optimizer.auto.placed()
+    if "resident" in ways:
+        assert auto.give_back() > 0
+    elif "host" not in ways:
+        auto._fill()
+        assert "resident" in auto.placed()
+    else:
+        auto.let_cpu_update([])
+
+
+def _let_cpu_update(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
+    if isinstance(optimizer, OffloadOptimizer):
+        assert optimizer.auto is not None
+        portions = optimizer.auto.portions()
+        if {portion.way for portion in portions} == {"stream"}:
+            optimizer.auto.let_cpu_update(portions[::2])
+
+
 def _wait_for_all(optimizer: Any, model: Model, seen: list[Tensor]) -> None:
     getattr(optimizer, "synchronize", lambda: None)()
     seen += [p.detach().clone() for p in model.parameters()]
@@ -568,6 +598,8 @@ AFTER_STEP: dict[str, Callable[[Any, Model, list[Tensor]], None]] = {
     "wait": _wait_for_all,
     "exchange": _exchange,
 }
+MOVES = {"move": _move, "cpu": _let_cpu_update}
+AFTER_STEP |= MOVES
 
 BASIC = [
     Scenario(strategy, in_backward, offload_gradients, attached, accumulation)
@@ -579,7 +611,7 @@ BASIC = [
 ]
 PLACED = (("offload_states", "exp_avg/embed.*"),)
 EXTRAS = [
-    *AFTER_STEP,
+    *(extra for extra in AFTER_STEP if extra not in MOVES),
     *[
         "clip",
         "norm",
@@ -614,6 +646,11 @@ SPECIAL += [
     for strategy in ("stream", "host")
 ]
 SPECIAL += [Scenario("host", offload_gradients=True, accumulation=2, extra="close")]
+SPECIAL += [
+    Scenario("auto", in_backward, offload_gradients, attached, extra=extra)
+    for extra in MOVES
+    for in_backward, offload_gradients, attached in [(False, False, True), (True, False, True), (False, True, False)]
+]
 SCENARIOS = [*BASIC, *SPECIAL]
 ORDERS = ["late", "pauses", "early", 0, 1]
 
@@ -629,6 +666,7 @@ def fails(scenario: Scenario, order: Any, monkeypatch: pytest.MonkeyPatch) -> st
     try:
         with Watched(order=order) as simulator:
             monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+            monkeypatch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
             if scenario.extra == "unforeseen":  # so that buffers grow as states come
                 monkeypatch.setattr("offload.optimizer.forecast", lambda *args: None)
             got = train(scenario, simulator)
@@ -684,6 +722,9 @@ LIKELY = {
     "load_state_dict": "load",
     "sync_from_model": "sync",
     "OffloadOptimizer.state:": "edit state",
+    "auto.py:": "move",
+    "both.py:": "cpu",
+    "let_cpu_update": "cpu",
 }
 """The kind of scenario that is tried first: saves time, decides nothing."""
 
@@ -717,6 +758,10 @@ ELSEWHERE = {
     "shards.py:gradient_of:part.wait()",
     "fsdp.py:AllGatherWaits._watched.wait_and_unshard:self._wait(unit)",
     "engine.py:Engine.wait_to_gather:self._worker.wait(unit, keep=True)",
+    # Between them lies what is timed, and nothing moves.
+    "auto.py:Auto._timed:self._engine.settle()",
+    "auto.py:Auto._timed:self._engine.settle()#2",
+    "auto.py:measured:end.synchronize()",
     # Units that are not seen to be waited for wait at the start of the forward instead: values are right, the overlap
     # is lost. tests/engine/test_model_waits.py::test_each_forward_waits_for_its_own_unit_only asserts that it is there.
     "model.py:ModelWaits._watch.wait_and_call:call(module)",

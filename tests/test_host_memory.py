@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.plan.host_memory import GIB, HostMemory, cgroup_limit, host_memory
+from offload.host_memory import GIB, HostMemory, cgroup_limit, host_memory
 
 
 def group(folder: Path, **files: object) -> Path:

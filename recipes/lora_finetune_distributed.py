@@ -91,6 +91,7 @@ class LoRAFinetuneRecipeDistributed(DistributedFinetuneRecipe):
                             self.activations,
                             measures_norm=self.is_logged,
                             num_labels=num_labels,
+                            prepare=self.keep_weights,
                         )
                         loss = self.world.summed(part)
                     self.begin_update()

@@ -23,6 +23,7 @@ from offload.cli import registry
 from offload.cli.main import split_run
 from offload.component import resolve, signature_of
 from offload.config.loading import check_config, instantiate, load_and_check, load_config
+from offload.models.huggingface import published
 
 torchao_shim.install()
 
@@ -39,6 +40,8 @@ gemma3_12b_offload gemma3_12b_lora mistral_small_24b_offload mistral_small_24b_l
 smollm3_3b_offload smollm3_3b_lora olmo3_7b_offload olmo3_7b_lora gpt_oss_20b_lora
 qwen3_8b_qlora qwen3_14b_qlora llama3_1_8b_qlora gemma3_12b_qlora phi4_qlora mistral_small_24b_qlora
 tiny_llama_offload tiny_llama_lora tiny_llama_generate tiny_llama_offload_distributed
+llama2_7b_offload_distributed qwen3_8b_offload_distributed qwen3_14b_offload_distributed qwen3_32b_offload_distributed
+llama3_1_70b_offload_distributed
 """
 PROMISED = PROMISED_NAMES.split()
 
@@ -60,6 +63,11 @@ def _is_huggingface(path: Path) -> bool:
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 torchtune_configs = pytest.mark.parametrize(  # of the others, tests/test_config_memory.py
     "path", [path for path in CONFIGS if not _is_huggingface(path)], ids=lambda path: path.stem
+)
+distributed_configs = pytest.mark.parametrize(
+    "path",
+    [path for path in CONFIGS if path.stem.endswith(registry.DISTRIBUTED) and not path.stem.startswith("tiny_")],
+    ids=lambda path: path.stem,
 )
 training_configs = pytest.mark.parametrize(
     "path", [path for path in CONFIGS if not path.stem.endswith("_generate")], ids=lambda path: path.stem
@@ -199,6 +207,7 @@ PUBLISHED = {
     "qwen2_5_7b": 7615.6,
     "mistral_7b": 7241.7,
     "gemma2_2b": 2614.3,
+    "llama3_1_70b": 70553.7,
 }
 
 
@@ -224,8 +233,10 @@ def test_model_on_the_meta_device(path: Path) -> None:
 @torchtune_configs
 def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     """Weights take 2 bytes per parameter, packed states 4.03; torch.optim.AdamW 8 with weights and gradients."""
+    if path.stem.endswith(registry.DISTRIBUTED):
+        pytest.skip("below, of each process")
     header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
-    name, _, method = path.stem.removesuffix(registry.DISTRIBUTED).rpartition("_")
+    name, _, method = path.stem.rpartition("_")
     if name == "tiny_llama":
         pytest.skip("too small for its memory to be worth a line")
     gib = PUBLISHED[name] * 1e6 / 2**30
@@ -234,6 +245,32 @@ def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
     for number, factor in zip(numbers, expected.get(method, []), strict=False):
         assert float(number) == pytest.approx(factor * gib, abs=0.06)
     assert len(numbers) >= len(expected.get(method, [0]))
+
+
+@distributed_configs
+def test_memory_of_each_process_follows_from_the_model(path: Path) -> None:
+    model = path.stem.removesuffix(f"_offload{registry.DISTRIBUTED}")
+    parameters = PUBLISHED[model] * 1e6 if model in PUBLISHED else published.MODELS[model].parameters
+    header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
+    (processes,) = re.findall(r"Memory of each of (\d+) processes", header)
+    assert f"--nproc_per_node {processes} " in header
+    weights, states = (float(number) for number in re.findall(r"(\d+\.\d) GiB  ", header))
+    assert weights == pytest.approx(2 * parameters / int(processes) / 2**30, abs=0.06)
+    assert states == pytest.approx((4 + 8 / 256) * parameters / int(processes) / 2**30, abs=0.06)
+
+
+@distributed_configs
+def test_several_processes_train_as_one_does(path: Path) -> None:
+    """What differs from the config for one device are the processes' own keys, and what a larger model needs."""
+    single = path.with_name(f"{path.stem.removesuffix(registry.DISTRIBUTED)}.yaml")
+    if not single.exists():
+        single = path.with_name("qwen3_14b_offload.yaml" if _is_huggingface(path) else "llama3_1_8b_offload.yaml")
+    one, many = (OmegaConf.to_container(OmegaConf.load(each), resolve=False) for each in (single, path))
+    own = {"reshard_after_forward", "data_parallel_replicate_dim", "reduce_dtype"}
+    assert many.keys() - one.keys() == own and one.keys() <= many.keys()
+    paths = {"output_dir", "model", "tokenizer", "checkpointer", "batch_size"}
+    assert {key for key in one if one[key] != many[key]} <= paths
+    assert one["model"] == many["model"] or single.stem not in path.stem
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem.startswith("tiny_llama_")])

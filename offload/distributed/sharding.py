@@ -99,6 +99,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def keep_gathered(model: nn.Module, keeps: bool) -> None:
-    """Whether weights that a forward keeps for backward stay gathered after it too, for the next micro-batch."""
+    """Whether weights that a forward keeps for backward stay gathered after it too, for the next micro-batch.
+
+    A model that is not divided has none.
+    """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keeps)

@@ -10,7 +10,7 @@ import torch
 from offload.checkpoints.manager import Loaded
 from offload.config.loading import AtLeast
 from offload.device import DTYPES
-from offload.distributed.sharding import check_shape, find_mesh, reshard, shard
+from offload.distributed.sharding import check_shape, find_mesh, keep_gathered, reshard, shard
 from offload.distributed.world import current
 from offload.errors import UserError
 from offload.metrics.lines import say
@@ -63,11 +63,21 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
         """Where a model is put that is whole: one device need not have room for it."""
         return self.device if self.world.size == 1 else torch.device("cpu")
 
+    def keep_weights(self, is_last: bool) -> None:
+        """Before a micro-batch: weights that are not given back after forward stay for the next one, if one comes."""
+        if self.settings.reshard_after_forward is False:
+            keep_gathered(self.model, not is_last)
+
     def divide(self) -> None:
         """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""
         if self.world.size == 1:
             return
         settings = self.settings
+        if getattr(self.parts, "is_in_4bit", False):
+            raise UserError(
+                "model: weights in 4 bits of bitsandbytes cannot be divided among processes: use "
+                "lora_finetune_single_device, a model in 16 bits, or one of torchtune's qlora_* builders"
+            )
         mesh = find_mesh(self.world, self.device, replicate=settings.data_parallel_replicate_dim)
         try:
             shard(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def forward_backward(
     *,
     measures_norm: bool,
     num_labels: int | None = None,
+    prepare: Callable[[bool], None] = lambda is_last: None,
 ) -> Tensor:
     """Accumulate the gradients of one step's micro-batches; returns the step's loss, 0-dim, on the device.
 
@@ -77,6 +78,7 @@ def forward_backward(
         measures_norm: the gradients' norm will be asked for. An optimizer that updates in backward, and so has to
             measure there, is told (``measure_grad_norm``).
         num_labels: that count, in all processes; None: those of ``micro_batches``.
+        prepare: called before each micro-batch, with whether it is the last.
     """
     if hasattr(optimizer, "measure_grad_norm"):
         optimizer.measure_grad_norm = measures_norm
@@ -86,9 +88,10 @@ def forward_backward(
     num_labels = max(1, num_labels)
     total: Tensor | None = None
     for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        prepare(is_last)
         with activations:
             part = loss(batch.inputs, batch.labels, batch.num_labels) / num_labels
-        is_last = index == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else accumulate():
             part.backward()
         total = part.detach() if total is None else total + part.detach()

@@ -69,7 +69,32 @@ def _no_tokenizer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("offload.training.finetune.build_tokenizer", fail)
 
 
-PLANTED = {"signal": _signal_in_step_2, "data": _no_third_batch, "tokenizer": _no_tokenizer}
+def _gathers_are_told(patch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    from offload.training.finetune import FinetuneRecipe
+
+    gather, end, gathers = DefaultAllGather.__call__, FinetuneRecipe.end_step, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        gathers.append(1)
+        return gather(*args, **options)
+
+    def end_step(self: FinetuneRecipe, *args: Any, **options: Any) -> bool:
+        print(f"{len(gathers)} gathers")
+        gathers.clear()
+        return end(self, *args, **options)
+
+    patch.setattr(DefaultAllGather, "__call__", counted)
+    patch.setattr(FinetuneRecipe, "end_step", end_step)
+
+
+PLANTED = {
+    "gathers": _gathers_are_told,
+    "signal": _signal_in_step_2,
+    "data": _no_third_batch,
+    "tokenizer": _no_tokenizer,
+}
 
 
 def listen(
@@ -144,6 +169,18 @@ def test_models_of_transformers_train_as_in_one_process(
     assert differing(got, want, method) == []
     if method == "lora":  # the merged model too
         assert differing(got, want) == []
+
+
+@pytest.mark.parametrize(("reshards", "gathers"), [(True, 3 * (2 * 3 + 1)), (False, 3 + 1)])
+def test_weights_that_are_kept_are_gathered_once_a_step(
+    reshards: bool, gathers: int, ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    """An embedding and two layers, in forward and backward of three micro-batches, or once; and what is in no block."""
+    results = listen(
+        ranks, workspace, 2, tmp_path / "run", f"reshard_after_forward={reshards}", "gradient_accumulation_steps=3",
+        "max_steps_per_epoch=2", planted="gathers",
+    )  # fmt: skip
+    assert results[1][1].splitlines()[:2] == [f"{gathers} gathers"] * 2
 
 
 # ---- resume

@@ -76,8 +76,12 @@ MODELS = {
     "qwen3_4b": Published("Qwen/Qwen3-4B", 4_022_468_096, _qwen3(36, 2560, 32, 9728, tied=True)),
     "qwen3_8b": Published("Qwen/Qwen3-8B", 8_190_735_360, _qwen3(36, 4096, 32, 12288, tied=False)),
     "qwen3_14b": Published("Qwen/Qwen3-14B", 14_768_307_200, _qwen3(40, 5120, 40, 17408, tied=False)),
+    "qwen3_32b": Published("Qwen/Qwen3-32B", 32_762_123_264, _qwen3(64, 5120, 64, 25600, tied=False)),
     "llama3_1_8b": Published(
         "meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248, _llama3(32, 4096, 32, 14336, tied=False)
+    ),
+    "llama3_1_70b": Published(
+        "meta-llama/Meta-Llama-3.1-70B-Instruct", 70_553_706_496, _llama3(80, 8192, 64, 28672, tied=False)
     ),
     "llama3_2_1b": Published("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, _llama3(16, 2048, 32, 8192, tied=True)),
     "llama3_2_3b": Published("meta-llama/Llama-3.2-3B-Instruct", 3_212_749_824, _llama3(28, 3072, 24, 8192, tied=True)),

@@ -13,8 +13,8 @@ import torch
 from offload.config.loading import load_and_check
 from offload.device import DTYPES
 from offload.errors import UserError
+from offload.host_memory import allowance, use_of_this_process
 from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Sharding, readable
-from offload.plan.host_memory import allowance, use_of_this_process
 from offload.training.budgeting import Planner
 from offload.training.changes import cheaper, cost, keys_of
 from offload.training.settings import TrainSettings

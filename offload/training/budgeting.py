@@ -18,12 +18,12 @@ from offload.engine.forecast import forms_of, stand_in
 from offload.engine.placement import Placement
 from offload.engine.units import clean_name
 from offload.errors import UserError
+from offload.host_memory import use_of_this_process
 from offload.models.protocol import CausalLM
 from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
-from offload.plan.host_memory import use_of_this_process
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of

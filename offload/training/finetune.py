@@ -31,12 +31,12 @@ from offload.distributed.sharding import reshard
 from offload.distributed.world import current
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
+from offload.host_memory import use_of_this_process
 from offload.metrics.lines import say
 from offload.metrics.run_record import remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.size import num_elements
 from offload.models.source import find_source
-from offload.plan.host_memory import use_of_this_process
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo

@@ -362,7 +362,7 @@ def _plan(run: RunArguments) -> int:
     from offload.cli import plan
     from offload.training.launch import as_override
 
-    here = argparse.Namespace(gpu=None, vram=None, ram=None)
+    here = argparse.Namespace(gpu=None, vram=None, ram=None, ram_bandwidth=None)
     return plan.plan(run.config, [as_override(word) for word in run.rest], here, recipe=run.recipe)
 
 

@@ -1,12 +1,11 @@
-"""``tune plan``: the memory that a run will take, whether it fits, and what makes it fit."""
+"""``tune plan``: the memory that a run will take, whether it fits, how fast it is, and what fits and is faster."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,21 @@ GIB = 2**30
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-SHOWN = 6
-"""Ways to make a run fit that are told at most."""
+SHOWN = 4
+"""Settings that are told at most."""
 
-TRIED = 16
-"""Combinations of changes that are planned at most, of each number of changes; the most promising first."""
+ORDERING_CARD = "RTX 4070 Ti SUPER"
+"""Whose rates order the settings where a machine is told by its memory alone: they are not told."""
 
 
 def add_parser(commands: Any) -> None:
     """Adds ``plan`` to the sub-commands of an argparse parser."""
     parser = commands.add_parser(
         "plan",
-        help="will it fit? a run's memory before anything is downloaded",
+        help="will it fit, and how fast is it? before anything is downloaded",
         description="Tells the memory that a run will take on the GPU, on the host and on disk, item by item, whether "
-        "it fits, and which overrides make it fit. Nothing is downloaded and no weight is allocated. Exit status 1 "
+        "it fits, how fast it will be and what bounds it, and which overrides fit and are faster. Nothing is "
+        "downloaded and no weight is allocated. Exit status 1 "
         "where it does not fit.",
         epilog='example: tune plan --config llama2_7b_offload --gpu "RTX 4070 Ti SUPER" --ram 32GiB',
     )
@@ -48,6 +48,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     card.add_argument("--gpu", metavar="NAME", help='a card, such as "RTX 4090" (default: the one that is here)')
     card.add_argument("--vram", metavar="SIZE", help="memory of the GPU, such as 16GiB")
     parser.add_argument("--ram", metavar="SIZE", help="memory of the host, such as 32GiB")
+    parser.add_argument("--ram-bandwidth", metavar="SIZE", help="of the host's memory modules in a second, such as "
+                        "51GB for two channels of DDR4-3200")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Limits:
     names: dict[str, str]
 
 
-def size(text: str, option: str) -> int:
+def size(text: str, option: str, example: str = "16GiB") -> int:
     """Bytes of ``16GiB``.
 
     Raises:
@@ -75,7 +77,7 @@ def size(text: str, option: str) -> int:
     units = {name.lower(): factor for name, factor in UNITS.items()}
     if found is None or found[2].lower() not in units or not float(found[1]):
         unit = " with its unit" if re.fullmatch(r"\d+(\.\d+)?", text.strip()) and float(text) else " above 0"
-        raise UserError(f"{option}: got {text!r}, expected a size{unit}, such as 16GiB")
+        raise UserError(f"{option}: got {text!r}, expected a size{unit}, such as {example}")
     return int(float(found[1]) * units[found[2].lower()])
 
 
@@ -115,25 +117,113 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     run.check(())
     limits = _limits(device, vram, ram, card.name if card else None)
     found = run.plan(())
-    budget = found.budget
     print(_text(f"{config.name} for {chosen.name}", found, run.settings.dtype, limits))
-    if device.type != "cpu" and limits.device is None:
-        print('whether it fits: --gpu "RTX 4090", or --vram 24GiB, and --ram 64GiB tell of a machine')
-    if budget.fits(limits.device, limits.host):
-        return 0
-    ways = list(itertools.islice(run.ways(limits), SHOWN))
-    sister = run.sister(config.name, limits) if config.shipped else None
-    if ways or sister:
-        print("\nwhat fits, fewest changes first:")
-        print(f"  {'GPU':>6}  {'host':>6}  GiB")
-        for changes, other in ways:
-            print(f"  {other.device / GIB:6.1f}  {other.host / GIB:6.1f}  {' '.join(changes)}")
-        if sister:
-            print(f"  {sister[1].device / GIB:6.1f}  {sister[1].host / GIB:6.1f}  --config {sister[0]}")
-    else:
-        print("\nno combination of batch_size, tokenizer.max_seq_len, activation checkpointing and the optimizer's "
-              "settings fits: a smaller model, or more memory")  # fmt: skip
-    return 1
+    rates = _machine(device, card, machine, run.settings.dtype)
+    if rates is not None:
+        prediction = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
+        print(f"\n{_speed(prediction, found, rates)}")
+    elif device.type != "cpu" and limits.device is None:
+        print('whether it fits, and how fast it is: --gpu "RTX 4090" and --ram 64GiB tell of a machine')
+    fits = found.budget.fits(limits.device, limits.host)
+    if device.type == "cpu" or (fits and rates is None):
+        return 0 if fits else 1
+    choices = run.best(limits, rates.machine if rates else _ordering_machine(), SHOWN)
+    sister = run.sister(config.name, limits, rates) if config.shipped and not fits else None
+    print(f"\n{_ranked(choices, sister, fits=fits, with_speed=rates is not None)}")
+    return 0 if fits else 1
+
+
+def _ranked(choices: Sequence[Any], sister: tuple[str, Any] | None, *, fits: bool, with_speed: bool) -> str:
+    """The table of settings that fit."""
+    if not choices and not sister:
+        return ("no combination of batch_size, tokenizer.max_seq_len, activation checkpointing and the optimizer's "
+                "settings fits: a smaller model, or more memory")  # fmt: skip
+    rows = [(choice, " ".join(choice.changes) or "(as it is)") for choice in choices]
+    if sister:
+        rows.append((sister[1], f"--config {sister[0]}"))
+    lines = [f"what fits{'' if not fits else ' too'}, fastest first:" if with_speed else "what fits:"]
+    lines.append(f"  {'tok/s  ' if with_speed else ''}   GPU    host  GiB")
+    for choice, words in rows:
+        budget = choice.plan.budget
+        speed = f"{choice.prediction.tokens_per_second:7,.0f}" if with_speed else ""
+        lines.append(f"{speed}  {budget.device / GIB:6.1f}  {budget.host / GIB:6.1f}  {words}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What predictions rest on.
+
+    Attributes:
+        machine: rates (:class:`offload.plan.workload.Machine`).
+        dtype: torch's, of the run.
+        source: of the rates, in words.
+    """
+
+    machine: Any
+    dtype: Any
+    source: str
+
+
+def _ordering_machine() -> Any:
+    from offload.plan.cards import find_card
+    from offload.plan.machines import machine_of_card
+
+    return machine_of_card(find_card(ORDERING_CARD))
+
+
+def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: str) -> _Rates | None:
+    """The rates of the card that was named, or of the one that is here; None where neither is known."""
+    import torch
+
+    from offload.plan import machines
+
+    dtype = torch.bfloat16 if dtype_name == "bf16" else torch.float32
+    stated = None if options.ram_bandwidth is None else float(size(options.ram_bandwidth, "--ram-bandwidth", "50GB"))
+    if device.type == "cpu" or (card is None and options.vram is not None):
+        return None
+    if card is None:
+        from offload.cli.doctor import machine_of
+        from offload.cli.installation import cards
+        from offload.device import is_here
+        from offload.plan.profile import read_profile
+
+        if not is_here(device):
+            return None
+        name = torch.get_device_module(device).get_device_name(device)
+        card = machines.card_named(name)
+        profile = read_profile(machine_of(device, cards()))
+        if profile is not None:
+            measured = machines.machine_of_rates(name, profile.rates, card)
+            return _Rates(measured, dtype, f"on rates that `tune doctor` measured here on {profile.date[:10]}")
+        if card is None:
+            return None
+    machine = machines.machine_of_card(card, ram_bandwidth=stated, fp32=dtype == torch.float32)
+    memory = f"{machine.host / 1e9:.0f} GB/s of host memory"
+    told = "" if stated else " assumed (--ram-bandwidth 90GB tells)"
+    return _Rates(machine, dtype, f"from the data sheet of {card.name} and published runs, {memory}{told}")
+
+
+def _speed(found: Any, plan: Any, rates: _Rates) -> str:
+    """How fast a run is, and what bounds it."""
+    from offload.plan.prediction import COMPUTE
+
+    share = found.exposed_seconds / found.step_seconds
+    tokens = round(found.tokens_per_second * found.step_seconds)
+    others = ", ".join(
+        f"{name} {seconds:.2f} s"
+        for name, seconds in sorted(found.busy.items(), key=lambda item: -item[1])
+        if name != COMPUTE and seconds >= 0.005
+    )
+    return "\n".join(
+        [
+            f"speed: {found.tokens_per_second:,.0f} tok/s; {tokens:,} tokens, a step, take {found.step_seconds:.2f} s",
+            f"  forward and backward {found.compute_seconds:.2f} s, exposed {found.exposed_seconds:.2f} s ({share:.0%})"
+            f", bounded by: {found.bottleneck}",
+            *([f"  beside them: {others}"] if others else []),
+            f"  predicted {rates.source}",
+        ]
+    )
 
 
 def _recipe_of(path: Path) -> str:
@@ -169,6 +259,7 @@ class _Run:
         )  # fmt: skip
         self.settings: Any = self._load(())
         self._planner: Any = None
+        self._predictor: Any = None
 
     def _load(self, changes: Sequence[str]) -> Any:
         from offload.config.loading import load_and_check
@@ -228,48 +319,35 @@ class _Run:
             return False
         return True
 
-    def ways(self, limits: Limits) -> Iterator[tuple[list[str], Any]]:
-        """Overrides with which it fits, fewest changes first; of equal number, those that cost least."""
-        from offload.training.changes import cheaper
+    def best(self, limits: Limits, machine: Any, number: int) -> list[Any]:
+        """Settings that fit, the fastest first (:class:`offload.training.ranking.Choice`); their lines were checked.
 
-        start = self.plan(()).budget
-        least = sum(item.nbytes for item in start.items if item.name in ("weights", "CUDA context"))
-        if limits.device is not None and least > limits.device:
-            return
-        each: list[tuple[list[str], Any]] = []
-        for changes in cheaper(self.settings):
-            with contextlib.suppress(UserError):
-                each.append((changes, self.plan(changes).budget))
-        useful = [(c, b) for c, b in each if b.device < start.device or b.host < start.host]
-        singles = [(c, b) for c, b in useful if b.fits(limits.device, limits.host) and self._is_allowed(c)]
-        if singles:
-            mildest = {frozenset(word.partition("=")[0] for word in c): (c, b) for c, b in reversed(singles)}
-            yield from reversed(list(mildest.values()))
-            return
-        for count in (2, 3, 4):
-            told: set[frozenset[str]] = set()
-            tried = 0
-            for chosen in itertools.combinations(useful, count):
-                words = [word for changes, _ in chosen for word in changes]
-                keys = [word.partition("=")[0] for word in words]
-                device = start.device - sum(start.device - budget.device for _, budget in chosen)
-                host = start.host - sum(start.host - budget.host for _, budget in chosen)
-                promising = (limits.device is None or device <= limits.device) and (
-                    limits.host is None or host <= limits.host
-                )
-                if len(set(keys)) < len(keys) or not promising or tried == TRIED or frozenset(keys) in told:
-                    continue
-                tried += 1
-                with contextlib.suppress(UserError):
-                    budget = self.plan(words).budget
-                    if budget.fits(limits.device, limits.host) and self._is_allowed(words):
-                        told.add(frozenset(keys))
-                        yield words, budget
-            if told:
-                return
+        Args:
+            limits: of memory.
+            machine: rates (:class:`offload.plan.workload.Machine`).
+            number: of settings at most.
+        """
+        from offload.training.ranking import Ranking
 
-    def sister(self, name: str, limits: Limits) -> tuple[str, Any] | None:
-        """The config of the same model that trains an adapter, and its budget, where that fits."""
+        ranking = Ranking(
+            self.settings, self._planner, self.predictor, machine, self._device, (limits.device, limits.host),
+            self._is_allowed,
+        )  # fmt: skip
+        return ranking.best(number)
+
+    @property
+    def predictor(self) -> Any:
+        """Of the run's variations, once one of them was planned (:class:`offload.training.predicting.Predictor`)."""
+        from offload.training.predicting import Predictor
+
+        if self._predictor is None:
+            self._predictor = Predictor(self._planner)
+        return self._predictor
+
+    def sister(self, name: str, limits: Limits, rates: _Rates | None) -> tuple[str, Any] | None:
+        """The config of the same model that trains an adapter, and its memory and speed, where that fits."""
+        from offload.training.ranking import Choice
+
         model = name.rpartition("_")[0]
         for other in (f"{model}_lora", f"{model}_qlora"):
             if other == name or other not in registry.our_configs():
@@ -278,9 +356,12 @@ class _Run:
                 recipe = registry.find_recipe(registry.recipe_of_config(other))
                 run = _Run(recipe, registry.our_configs()[other], [])
                 run.device(elsewhere=limits.device is not None)
-                budget = run.plan(()).budget
-                if budget.fits(limits.device, limits.host):
-                    return other, budget
+                found = run.plan(())
+                if found.budget.fits(limits.device, limits.host):
+                    if rates is None:
+                        return other, Choice((), found)
+                    speed = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
+                    return other, Choice((), found, speed)
         return None
 
 

@@ -93,6 +93,13 @@ class Footprint:
         return Footprint(moment(self.before, other.before), stages, kept, heap)
 
 
+def without_activations(parameters: int, gradients: int) -> Footprint:
+    """The footprint of so many bytes alone: the least that a step can take."""
+    moment = Moment(parameters, {PARAMETERS: parameters})
+    with_gradients = Moment(parameters + gradients, {PARAMETERS: parameters, GRADIENTS: gradients})
+    return Footprint(moment, {TAIL: with_gradients}, 0)
+
+
 def of_more_layers(few: Footprint, more: Footprint, times: float) -> Footprint:
     """The footprint of a model with more equal layers: ``times`` the difference of two beyond the second.
 

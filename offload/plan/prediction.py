@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ _AGENTS = {"compute": COMPUTE, "up": UP, "down": DOWN, "offload-host": CPU_UPDAT
 
 EXPOSED = 0.03
 """Of a step, what may be exposed while compute is still said to be what bounds it."""
+
+LEAST_LAYERS = 6
+"""That are replayed, however little is in flight."""
 
 REPLAYED_MICRO_BATCHES = 3
 """The first waits for updates, the last brings them, and those between are all alike."""
@@ -113,13 +117,16 @@ def predict(workload: Workload, machine: Machine, settings: Settings) -> Predict
 
 
 @functools.lru_cache(maxsize=1024)
-def _predict(load: Workload, machine: Machine, settings: Settings) -> Prediction:
-    tokens = load.tokens * settings.micro_batches
+def _predict(whole: Workload, machine: Machine, settings: Settings) -> Prediction:
+    load = whole
+    tokens = whole.tokens * settings.micro_batches
     if settings.strategy == "plain" or not load.parameters:
         compute = settings.micro_batches * compute_seconds(load, machine)
         update = load.parameters * (settings.state_bytes * 2 + 3 * load.dtype.itemsize) / machine.device
         busy = {COMPUTE: compute, GPU_UPDATE: update}
         return _prediction(compute + update, tokens, compute, busy, None)
+    if settings.strategy in ("stream", "host"):
+        load = _shallow(whole, settings.in_flight_gib)
     replayed = min(settings.micro_batches, REPLAYED_MICRO_BATCHES)
     more = settings.micro_batches - replayed
     result = _replayed(dataclasses.replace(load, micro_batches=replayed), machine, settings)
@@ -132,7 +139,30 @@ def _predict(load: Workload, machine: Machine, settings: Settings) -> Prediction
     if settings.offload_gradients:  # what each of the micro-batches that were not replayed adds
         busy[DOWN] = busy.get(DOWN, 0.0) + more * load.parameters * load.dtype.itemsize / machine.down
     step = result.step + more * max(between, result.micro_batch if more else 0.0)
-    return _prediction(step, tokens, result.compute + more * between, busy, result)
+    compute = result.compute + more * between
+    if load.layers != whole.layers:
+        times = whole.layers / load.layers
+        step, compute, busy = times * step, times * compute, {name: times * worked for name, worked in busy.items()}
+    return _prediction(step, tokens, compute, busy, result)
+
+
+def _shallow(load: Workload, in_flight_gib: float) -> Workload:
+    """A part of the model, its edges too. Little in flight is many small pieces, and a layer has nothing to do with
+    those far from it."""
+    layers = max(min(load.layers, LEAST_LAYERS), math.ceil(load.layers * min(1.0, in_flight_gib)))
+    if layers >= load.layers:
+        return load
+    part = layers / load.layers
+    passes = load.passes
+    if passes is not None:
+        passes = dataclasses.replace(passes, edge=(part * passes.edge[0], part * passes.edge[1]))
+    return dataclasses.replace(
+        load,
+        layers=layers,
+        edge=int(part * load.edge),
+        head=int(part * load.head_elements),
+        passes=passes,
+    )
 
 
 def _prediction(

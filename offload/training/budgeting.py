@@ -24,6 +24,7 @@ from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
+from offload.plan.footprint import without_activations
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of
@@ -101,7 +102,13 @@ class Planner:
         """
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            return self._plan(settings, device, dtype, sharding or Sharding(1))
+            return self._plan(settings, device, dtype, sharding or Sharding(1), traced=True)
+
+    def least(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
+        """What a run takes beside its activations, on one rank: nothing is traced for it. Raises as :meth:`plan`."""
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            return self._plan(settings, device, dtype, Sharding(1), traced=False)
 
     @functools.cached_property
     def _base(self) -> int:
@@ -123,7 +130,9 @@ class Planner:
             self._models[key] = self._model(settings, dtype)
         return self._models[key]
 
-    def _plan(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding) -> Plan:
+    def _plan(
+        self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding, *, traced: bool
+    ) -> Plan:
         parts, rounded = self.model_of(settings, dtype)
         params = list(parts.module.parameters())
         named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
@@ -140,7 +149,11 @@ class Planner:
             notes.append(f"tokenizer.max_seq_len is not set: counted with {length} tokens")
         is_sharded = sharding.ranks > 1  # then no gradient is whole for long
         keeps = optimizer.keeps_gradients and not is_sharded
-        counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps)
+        if traced:
+            counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps)
+        else:
+            gradients = _nbytes(param for _, param in named) if keeps else 0
+            counted = without_activations(_nbytes(params), gradients)
         weights = sharding.part(weights_of(counted) - saved)
         layers = [_nbytes(layer.parameters()) for layer in layers_of(parts.module)]
         beside = sharding.gathered(_nbytes(params) - sum(layers), layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class Predictor:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._counted: dict[Any, Work] = {}
+        self._shapes: dict[Any, _Shape] = {}
 
     def predict(self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype) -> Prediction:
         """The steady state of a run on an accelerator.
@@ -56,24 +58,20 @@ class Predictor:
 
     def workload(self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype) -> Workload:
         """What a micro-batch of a run is to the replay, on a machine."""
-        parts, rounded = self._planner.model_of(settings, dtype)
-        work = self.work(settings, plan, dtype, on_gpu=True)
-        layers = layers_of(parts.module)
-        of_layer = _trained(layers[len(layers) // 2]) if len(layers) else []
-        before, after = _edges(parts.module, layers)
-        recompute = settings.enable_activation_checkpointing and bool(of_layer)
-        if rounded:
-            moved = Amount(moved=NF4_MOVED * sum(param.numel() for param in rounded) / max(1, len(layers)))
-            times = 2 if recompute else 1
-            work = Work(work.tokens, work.length, work.layers, (work.layer[0] + moved, work.layer[1] + times * moved),
-                        work.edge)  # fmt: skip
+        shape = self._shape(settings, plan, dtype, on_gpu=True)
+        work = shape.work.with_batch(plan.batch, plan.length)
+        recompute = settings.enable_activation_checkpointing and bool(shape.of_layer)
+        if shape.rounded:
+            moved = Amount(moved=NF4_MOVED * shape.rounded / work.layers)
+            layer = work.layer[0] + moved, work.layer[1] + (2 if recompute else 1) * moved
+            work = dataclasses.replace(work, layer=layer)
         again = work.layer[0].launches if recompute else 0
         return Workload(
             layers=work.layers,
-            tensors=tuple(of_layer),
+            tensors=shape.of_layer,
             tokens=work.tokens,
-            edge=before,
-            head=after,
+            edge=shape.before,
+            head=shape.after,
             dtype=dtype,
             recompute=recompute,
             launches=(round(work.layer[0].launches), round(work.layer[1].launches - again)),
@@ -82,20 +80,48 @@ class Predictor:
 
     def work(self, settings: TrainSettings, plan: Plan, dtype: torch.dtype, *, on_gpu: bool) -> Work:
         """Of a micro-batch of the whole model."""
-        parts, _ = self._planner.model_of(settings, dtype)
-        key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, on_gpu,
-               settings.enable_activation_checkpointing)  # fmt: skip
-        if key not in self._counted:
+        return self._shape(settings, plan, dtype, on_gpu=on_gpu).work.with_batch(plan.batch, plan.length)
+
+    def _shape(self, settings: TrainSettings, plan: Plan, dtype: torch.dtype, *, on_gpu: bool) -> _Shape:
+        sections = settings.model, settings.loss, getattr(settings, "adapter", None)
+        key = (*map(id, sections), dtype, on_gpu, settings.enable_activation_checkpointing)
+        if key not in self._shapes:
+            parts, rounded = self._planner.model_of(settings, dtype)
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
                 few, step = shortened(parts, settings, plan.batch, plan.length, number=TRACED[0])
-                self._counted[key] = count(
-                    few.module, list(layers_of(few.module)), step, batch=plan.batch, length=plan.length,
-                    fused_norms=on_gpu,
-                )  # fmt: skip
-        counted = self._counted[key].with_batch(plan.batch, plan.length)
-        number = len(layers_of(parts.module)) or 1
-        return Work(counted.tokens, counted.length, number, counted.layer, counted.edge)
+                counted = count(few.module, list(layers_of(few.module)), step, batch=plan.batch, length=plan.length,
+                                fused_norms=on_gpu)  # fmt: skip
+            layers = layers_of(parts.module)
+            self._shapes[key] = _Shape(
+                dataclasses.replace(counted, layers=len(layers) or 1),
+                tuple(_trained(layers[len(layers) // 2])) if len(layers) else (),
+                *_edges(parts.module, layers),
+                sum(param.numel() for param in rounded),
+                sections,
+            )
+        return self._shapes[key]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A model under a loss and checkpointing.
+
+    Attributes:
+        work: of a micro-batch, whichever.
+        of_layer: elements of each tensor of a layer that is trained.
+        before: elements that are trained before the layers.
+        after: those after them.
+        rounded: weights in 4 bits.
+        sections: which it was made of; kept, so that no other has their place in memory.
+    """
+
+    work: Work
+    of_layer: tuple[int, ...]
+    before: int
+    after: int
+    rounded: int
+    sections: tuple[Any, ...]
 
 
 def schedule(settings: TrainSettings, plan: Plan) -> prediction.Settings:

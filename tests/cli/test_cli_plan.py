@@ -27,6 +27,26 @@ def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(capsys: pytest.Captur
     assert "fits" in capsys.readouterr().out
 
 
+def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--config", "tiny_llama_offload", "--gpu", "RTX 3060", "--ram", "16GiB"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    speed = re.search(r"^speed: ([\d,]+) tok/s; 1,024 tokens, a step", told, re.M)
+    assert speed and int(speed[1].replace(",", "")) > 10_000
+    assert "bounded by: " in told and "data sheet of RTX 3060 12GB" in told
+    rows = [line.split(maxsplit=3) for line in told.partition("GPU    host  GiB\n")[2].splitlines()]
+    speeds = [int(row[0].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] >= int(speed[1].replace(",", ""))
+    for *_, changes in rows:
+        words = [] if changes == "(as it is)" else changes.split()
+        assert main(["validate", "tiny_llama_offload", *words]) == 0, words
+    # The first line does what it says.
+    capsys.readouterr()
+    assert main([*command, *([] if rows[0][3] == "(as it is)" else rows[0][3].split())]) == 0
+    again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
+    assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.01)
+
+
 def test_a_dry_run_tells_the_same_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     output = tmp_path / "run"
     words = ["--config", "tiny_llama_offload", f"output_dir={output}", "device=cpu", "batch_size=2"]
@@ -46,6 +66,7 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(capsys: pytest.CaptureFixtu
         (["--vram", "0GiB"], "--vram: got '0GiB'"),
         (["--ram=-3GiB"], "--ram: got '-3GiB'"),
         (["--gpu", "L4", "--vram", "16GiB"], "not allowed with"),
+        (["--gpu", "L4", "--ram-bandwidth", "fast"], "--ram-bandwidth: got 'fast', expected a size"),
         (["--vram", "16GiB", "device=cpu"], "device: is cpu"),
         (["batch_sizes=4"], "batch_size"),
         (["clip_grad_norm=1", "optimizer.update_in_backward=True"], "clip_grad_norm"),

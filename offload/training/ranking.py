@@ -1,0 +1,255 @@
+"""Settings of a run that fit a machine, the fastest first."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig
+
+from offload.errors import UserError
+from offload.plan.prediction import Prediction
+from offload.plan.workload import Machine
+from offload.training.budgeting import Plan, Planner
+from offload.training.predicting import Predictor
+from offload.training.settings import TrainSettings
+
+ALIKE = 0.01
+"""Settings whose predicted speeds are closer than this share are told by how little they change."""
+
+KEPT = 0.15
+"""Of the bytes that a layer's forward reads and writes beside products, what it keeps at least for backward: 0.2 to 0.4
+in the shipped models."""
+
+CUT = 256
+"""Tokens that a sequence is not cut below."""
+
+Changes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that fit.
+
+    Attributes:
+        changes: overrides that make them of the run's.
+        plan: their memory.
+        prediction: their step; None where nothing is known of the machine but its memory.
+    """
+
+    changes: Changes
+    plan: Plan
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    changes: Changes
+    settings: Any
+    least: Plan
+    speed: float
+
+
+class Ranking:
+    """Searches settings near a run's for those that fit and are fast.
+
+    Args:
+        settings: of the run.
+        planner: of their memory.
+        predictor: of their speed.
+        machine: rates.
+        device: where they train, an accelerator.
+        limits: bytes of the device and of the host; None for what is not known.
+        allowed: whether a run would take overrides.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        planner: Planner,
+        predictor: Predictor,
+        machine: Machine,
+        device: torch.device,
+        limits: tuple[int | None, int | None],
+        allowed: Callable[[Changes], bool],
+    ) -> None:
+        self._settings, self._planner, self._predictor = settings, planner, predictor
+        self._machine, self._device, self._limits, self._allowed = machine, device, limits, allowed
+        self._dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+
+    def best(self, number: int) -> list[Choice]:
+        """The fastest that fit, with their predictions; one of each kind, with the micro-batch that suits it.
+
+        Where nothing fits so, less is in flight; where nothing fits at the run's length and chunks of the loss, these
+        are cut too.
+        """
+        for shapes, in_flight in (
+            (self._shapes(), ()),
+            (self._shapes(), ("0.25",)),
+            (self._smaller_shapes(), ("0.25", "0.125")),
+        ):
+            found = list(itertools.islice(self._fitting(list(shapes), in_flight), number))
+            if found:
+                predicted = [dataclasses.replace(choice, prediction=self._predict(choice)) for choice in found]
+                return sorted(predicted, key=_order)
+        return []
+
+    def _predict(self, choice: Choice) -> Prediction:
+        changed = applied(self._settings, choice.changes)
+        return self._predictor.predict(changed, choice.plan, self._machine, self._dtype)
+
+    def _fitting(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> Iterator[Choice]:
+        """What fits, in the order of estimated speed."""
+        kinds: set[Changes] = set()
+        for candidate in self._candidates(shapes, in_flight):
+            kind = tuple(word for word in candidate.changes if not word.startswith("batch_size="))
+            if kind in kinds:
+                continue  # a larger micro-batch of this kind fits, or was as fast
+            try:
+                found = self._planner.plan(candidate.settings, self._device, self._dtype)
+            except UserError:
+                continue
+            if found.budget.fits(*self._limits) and self._allowed(candidate.changes):
+                kinds.add(kind)
+                yield Choice(candidate.changes, found)
+
+    def _candidates(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> list[_Candidate]:
+        found: list[_Candidate] = []
+        for optimizer in optimizers(self._settings, in_flight):
+            with contextlib.suppress(UserError):
+                changed = applied(self._settings, optimizer)
+                least = self._planner.least(changed, self._device, self._dtype)
+                if not least.budget.fits(*self._limits):
+                    continue
+                for shape in shapes:
+                    settings = applied(changed, shape)
+                    length = settings.tokenizer.get("max_seq_len") or least.length
+                    sized = dataclasses.replace(least, batch=settings.batch_size, length=int(length))
+                    if not self._may_fit(settings, sized):
+                        continue
+                    speed = self._predictor.estimate(settings, sized, self._machine, self._dtype)
+                    found.append(_Candidate((*shape, *optimizer), settings, sized, speed))
+        if not found:
+            return []
+        fastest = max(candidate.speed for candidate in found)
+        # Speeds that are hardly different are one speed: of these the fewest changes come first.
+        return sorted(found, key=lambda each: (round((1 - each.speed / fastest) / ALIKE), len(each.changes)))
+
+    def _may_fit(self, settings: TrainSettings, least: Plan) -> bool:
+        """Whether what a forward without checkpointing keeps at the very least leaves room, which needs no trace."""
+        if settings.enable_activation_checkpointing or self._limits[0] is None:
+            return True
+        work = self._predictor.work(settings, least, self._dtype, on_gpu=True)
+        return least.budget.device + KEPT * work.layers * work.layer[0].moved <= self._limits[0]
+
+    def _shapes(self) -> Iterator[Changes]:
+        batch = self._settings.batch_size
+        batches = sorted({max(1, batch >> shift) for shift in range(5)} | {2 * batch, 4 * batch}, reverse=True)
+        recomputes = self._settings.enable_activation_checkpointing
+        for size, recompute in itertools.product(batches, (recomputes, not recomputes)):
+            yield (
+                *((f"batch_size={size}",) if size != batch else ()),
+                *((f"enable_activation_checkpointing={recompute}",) if recompute != recomputes else ()),
+            )
+
+    def _smaller_shapes(self) -> Iterator[Changes]:
+        settings = self._settings
+        length = settings.tokenizer.get("max_seq_len")
+        chunks = settings.loss.get("num_output_chunks")
+        lengths = [f"tokenizer.max_seq_len={int(length) // cut}" for cut in (2, 4, 8) if int(length) // cut >= CUT] if (
+            length
+        ) else []  # fmt: skip
+        beside = [
+            *((f"batch_size={1}",) if settings.batch_size > 1 else ()),
+            *(() if settings.enable_activation_checkpointing else ("enable_activation_checkpointing=True",)),
+            *((f"loss.num_output_chunks={4 * int(chunks)}",) if chunks else ()),
+        ]
+        yield tuple(beside)
+        for word in lengths:
+            yield (word, *beside)
+
+
+def _order(choice: Choice) -> tuple[float, int]:
+    assert choice.prediction is not None
+    return -choice.prediction.tokens_per_second, len(choice.changes)
+
+
+def optimizers(settings: TrainSettings, in_flight: Sequence[str] = ()) -> Iterator[Changes]:
+    """Other schedules and states of a run's optimizer, its own first.
+
+    Args:
+        settings: of the run.
+        in_flight: GiB to try, where they are fewer than the run's.
+    """
+    section = settings.optimizer
+    if str(section["_component_"]).rpartition(".")[2] != "OffloadOptimizer":
+        yield ()
+        if str(section["_component_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
+            start = ("optimizer=offload.OffloadOptimizer", "optimizer.optimizer_class=offload.optim.AdamW")
+            for strategy, late in itertools.product(("stream", "host"), (True, False)):
+                if late or settings.gradient_accumulation_steps == 1:
+                    yield (*start, f"optimizer.strategy={strategy}", *(() if late else _early(settings)))
+        return
+    given = {
+        "optimizer.strategy": str(section.get("strategy", "host")),
+        "optimizer.update_in_backward": str(bool(section.get("update_in_backward"))),
+        "optimizer.offload_gradients": str(bool(section.get("offload_gradients"))),
+        "optimizer.in_flight_gib": str(float(section.get("in_flight_gib", 1.0))),
+        "optimizer.state_dtype": str(section.get("state_dtype", "int8")),
+        "optimizer.master": str(section.get("master", "split")),
+    }
+    is_packed = section.get("optimizer_class") == "offload.optim.AdamW"
+    states = [(given["optimizer.state_dtype"], given["optimizer.master"])]
+    if is_packed and settings.dtype == "bf16":
+        states += [("int8", "split"), ("int8", "split24"), ("int8", "stochastic")]
+    elif is_packed:
+        states.append(("int8", given["optimizer.master"]))
+    in_flight = [
+        given["optimizer.in_flight_gib"],
+        *(["0.25"] if float(given["optimizer.in_flight_gib"]) > 0.25 else []),
+    ]
+    strategies = [given["optimizer.strategy"], "stream", "host", "resident"]
+    seen: set[Changes] = set()
+    for strategy, early, offloads, gib, (state_dtype, master) in itertools.product(
+        strategies, ("True", "False"), ("False", "True"), in_flight, states
+    ):
+        wanted = dict(zip(given, (strategy, early, offloads, gib, state_dtype, master), strict=True))
+        if strategy == "resident" and (offloads == "True" or gib != in_flight[0]):
+            continue
+        if early == "True" and offloads == "True" and settings.gradient_accumulation_steps == 1:
+            continue  # each gradient goes when its unit is updated
+        changes = tuple(f"{key}={value}" for key, value in wanted.items() if value != given[key])
+        if "optimizer.update_in_backward=True" in changes:
+            changes = (*changes, *_early(settings)[1:])
+        if changes not in seen:
+            seen.add(changes)
+            yield changes
+
+
+def _early(settings: TrainSettings) -> Changes:
+    """Updates in backward, and what goes with them."""
+    clips = ("clip_grad_norm=null",) if settings.clip_grad_norm is not None else ()
+    return ("optimizer.update_in_backward=True", *clips)
+
+
+def applied(settings: Any, changes: Sequence[str]) -> Any:
+    """Settings with overrides of keys that are known to be right; nothing is checked."""
+    values: dict[str, Any] = {}
+    for word in changes:
+        key, _, text = word.partition("=")
+        head, _, rest = key.partition(".")
+        value = yaml.safe_load(text)
+        current = values.get(head, getattr(settings, head))
+        if isinstance(current, DictConfig):
+            if head not in values:
+                current = current.copy()
+            current[rest or "_component_"] = value
+            value = current
+        values[head] = value
+    return dataclasses.replace(settings, **values)

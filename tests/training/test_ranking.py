@@ -1,0 +1,152 @@
+"""Settings that fit, fastest first: overrides that do not contradict each other, and an order that prediction gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from offload.plan.budget import DEVICE, Budget, Item
+from offload.plan.workload import MACHINES
+from offload.training.budgeting import Plan
+from offload.training.ranking import Ranking, applied, optimizers
+
+GIB = 2**30
+
+
+@dataclass
+class Settings:
+    """What a ranking reads of a run's."""
+
+    optimizer: DictConfig
+    loss: DictConfig = field(default_factory=lambda: OmegaConf.create({"num_output_chunks": 8}))
+    tokenizer: DictConfig = field(default_factory=lambda: OmegaConf.create({"max_seq_len": 1024}))
+    batch_size: int = 4
+    gradient_accumulation_steps: int = 1
+    clip_grad_norm: float | None = None
+    enable_activation_checkpointing: bool = True
+    dtype: str = "bf16"
+
+
+def packed(**more: Any) -> Any:
+    section = {"_component_": "offload.OffloadOptimizer", "optimizer_class": "offload.optim.AdamW", **more}
+    return Settings(OmegaConf.create(section))
+
+
+def test_overrides_change_a_copy() -> None:
+    settings = packed(strategy="stream")
+    changed = applied(settings, ("batch_size=2", "optimizer.strategy=host", "clip_grad_norm=null",
+                                 "enable_activation_checkpointing=False"))  # fmt: skip
+    assert (changed.batch_size, changed.optimizer.strategy) == (2, "host")
+    assert changed.enable_activation_checkpointing is False and changed.clip_grad_norm is None
+    assert (settings.batch_size, settings.optimizer.strategy) == (4, "stream")
+    assert changed.loss is settings.loss
+    plain = Settings(OmegaConf.create({"_component_": "torch.optim.AdamW"}))
+    assert (
+        applied(plain, ("optimizer=offload.OffloadOptimizer",)).optimizer["_component_"] == "offload.OffloadOptimizer"
+    )
+
+
+def test_variations_begin_with_the_run_and_contradict_nothing() -> None:
+    settings = packed(strategy="stream", update_in_backward=True, master="split")
+    found = list(optimizers(settings, ("0.25",)))
+    assert found[0] == () and len(set(found)) == len(found)
+    for changes in found:
+        section = applied(settings, changes).optimizer
+        assert not (section.get("update_in_backward") and section.get("offload_gradients")), changes
+        assert not (section.strategy == "resident" and section.get("offload_gradients")), changes
+        keys = [word.partition("=")[0] for word in changes]
+        assert len(set(keys)) == len(keys)
+    assert {applied(settings, changes).optimizer.strategy for changes in found} == {"stream", "host", "resident"}
+
+
+def test_an_update_in_backward_takes_clipping_along() -> None:
+    settings = packed(strategy="stream")
+    settings.clip_grad_norm = 1.0
+    for changes in optimizers(settings):
+        assert ("optimizer.update_in_backward=True" in changes) == ("clip_grad_norm=null" in changes)
+
+
+class _Planner:
+    """Weights of 4 GiB; 1 GiB of activations a sequence, four times as much without checkpointing."""
+
+    def __init__(self) -> None:
+        self.planned: list[Any] = []
+
+    def _plan(self, settings: Any, activations: int) -> Plan:
+        states = 8 * GIB if settings.optimizer.get("strategy") == "resident" else 0
+        items = Item(DEVICE, "weights", 4 * GIB + states), Item(DEVICE, "activations", activations)
+        return Plan(Budget(items), 10**9, 10**9, settings.batch_size, 1024, ())
+
+    def least(self, settings: Any, device: torch.device, dtype: torch.dtype) -> Plan:
+        return self._plan(settings, 0)
+
+    def plan(self, settings: Any, device: torch.device, dtype: torch.dtype) -> Plan:
+        self.planned.append(settings)
+        kept = 1 if settings.enable_activation_checkpointing else 4
+        cut = 1024 // settings.tokenizer.max_seq_len
+        return self._plan(settings, kept * settings.batch_size * GIB // cut)
+
+
+class _Predictor:
+    """Larger micro-batches are faster, recomputation costs a third, and only what is resident hides nothing."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype) -> float:
+        slow = {"resident": 1.0, "stream": 0.9, "host": 0.5}[settings.optimizer.get("strategy", "host")]
+        early = 1.0 if settings.optimizer.get("update_in_backward") else 0.8
+        return plan.batch / (plan.batch + 1) * slow * early * (0.75 if settings.enable_activation_checkpointing else 1)
+
+    def predict(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype) -> Any:
+        speed = self.estimate(settings, plan, machine, dtype)
+        return type("Predicted", (), {"tokens_per_second": speed})()
+
+    def work(self, *_: Any, **__: Any) -> Any:
+        amount = type("Amount", (), {"moved": 0.0})()
+        return type("Work", (), {"layers": 1, "layer": (amount, amount)})()
+
+
+def ranked(gib: float, *, allowed: Any = lambda changes: True, planner: Any = None) -> list[Any]:
+    settings = packed(strategy="stream", update_in_backward=True)
+    limits = (int(gib * GIB), None)
+    ranking = Ranking(settings, planner or _Planner(), _Predictor(), MACHINES["rtx4090"], torch.device("cuda"), limits,
+                      allowed)  # type: ignore[arg-type]  # fmt: skip
+    return ranking.best(4)
+
+
+def test_the_fastest_that_fits_is_first() -> None:
+    best = ranked(40.0)
+    assert best[0].changes[-1] == "optimizer.strategy=resident"
+    assert "enable_activation_checkpointing=False" in best[0].changes
+    speeds = [choice.prediction.tokens_per_second for choice in best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(choice.plan.budget.device <= 40 * GIB for choice in best)
+
+
+def test_where_less_fits_the_micro_batch_shrinks_and_states_go() -> None:
+    best = ranked(8.5)
+    assert best[0].plan.budget.device <= 8.5 * GIB
+    assert not any("resident" in word for choice in best for word in choice.changes)
+
+
+def test_where_nothing_fits_sequences_are_cut() -> None:
+    best = ranked(4.6)
+    assert best and all("tokenizer.max_seq_len=" in " ".join(choice.changes) for choice in best)
+    assert ranked(3.0) == []
+
+
+def test_what_cannot_fit_is_not_planned_and_what_is_refused_not_told() -> None:
+    planner = _Planner()
+    ranked(8.5, planner=planner)
+    assert not any(settings.optimizer.get("strategy") == "resident" for settings in planner.planned)
+    assert all(not choice.changes for choice in ranked(40.0, allowed=lambda changes: not changes))
+
+
+@pytest.mark.parametrize("kind", ["torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit"])
+def test_another_optimizer_may_become_ours(kind: str) -> None:
+    settings = Settings(OmegaConf.create({"_component_": kind}))
+    found = list(optimizers(settings))  # type: ignore[arg-type]
+    assert found[0] == () and all(words[0] == "optimizer=offload.OffloadOptimizer" for words in found[1:])
+    assert len(found) == 5

@@ -64,7 +64,8 @@ class LoRAFinetuneRecipeDistributed(DistributedFinetuneRecipe):
 
     def _setup_model(self, resumed: Loaded | None) -> None:
         adapter = resumed.adapter if resumed else None
-        self.prepare_model(self.source.adapted(adapter, self.resumed_from))
+        begin = self.source.empty_adapted if self.reads_parts else self.source.adapted
+        self.prepare_model(begin(adapter, self.resumed_from))
 
     # -------------------------------------------------------------------------------------------- training
 

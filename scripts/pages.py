@@ -10,6 +10,7 @@ README = ROOT / "README.md"
 STRATEGIES = ROOT / "docs" / "strategies.md"
 ADAMW = ROOT / "docs" / "adamw.md"
 MODELS = ROOT / "docs" / "models.md"
+DISTRIBUTED = ROOT / "docs" / "distributed.md"
 
 
 def write_table(text: str, begin: str, end: str, page: Path) -> None:

@@ -157,9 +157,13 @@ class ModelSource(Protocol):
 
     masks_documents: bool
 
-    @property
-    def can_fill(self) -> bool:
-        """Whether :meth:`fill` reads its weights. It does not where they are packed in the files, or to be packed."""
+    def can_fill(self, *, adapts: bool) -> bool:
+        """Whether :meth:`fill` reads its weights: not where they are packed, in files or in memory, and not where an
+        adapter begins with their values.
+
+        Args:
+            adapts: an adapter trains, and not the whole model.
+        """
 
     @property
     def format(self) -> ModelFormat:
@@ -187,11 +191,15 @@ class ModelSource(Protocol):
         """The model to train whole, as :meth:`full` gives it, but on the meta device, to be divided among processes and
         then filled."""
 
+    def empty_adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        """The base model with an adapter to train, as :meth:`adapted` gives it, but the base on the meta device; the
+        adapter, which is small, is on the CPU."""
+
     def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
         """Give a model memory and weights, of which each process reads its part from the files.
 
         Args:
-            model: of :meth:`empty`, divided.
+            model: of :meth:`empty` or :meth:`empty_adapted`, divided.
             folder: of the checkpoint to go on from; None to begin with the base model.
             device: of this process.
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +31,29 @@ STEP_BYTES = 64 * 2**20
 # Reading
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give a module on the meta device memory for this rank's parts of its parameters, and for its buffers.
+def materialize(module: nn.Module, device: torch.device) -> set[Tensor]:
+    """Give what a module has on the meta device memory: this rank's parts of its parameters, and its buffers.
 
     It is not filled. Weights that are tied stay so, which ``nn.Module.to_empty`` does not see to.
+
+    Returns:
+        Parameters and buffers that have memory from here on.
     """
-    made: dict[Tensor, Tensor] = {}
+    made: dict[Tensor, Any] = {}
     for part in module.modules():
         for name, param in part.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in made:
+            if param.is_meta and param not in made:
                 empty = torch.empty_like(param, device=device)
                 made[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
-            part.register_parameter(name, made[param])  # type: ignore[arg-type]
+            part.register_parameter(name, made.get(param, param))
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            part._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
+            if buffer.is_meta and buffer not in made:
+                made[buffer] = torch.empty_like(buffer, device=device)
+            part._buffers[name] = made.get(buffer, buffer)
     for group in groups_of(module):
         for param in group.fsdp_params:
             param.reset_sharded_param()
+    return set(made.values())
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
     @property
     def reads_parts(self) -> bool:
         """Whether each process reads its part of the weights from the files, once the model is divided."""
-        return self.world.size > 1 and not self.adapts and self.source.can_fill
+        return self.world.size > 1 and self.source.can_fill(adapts=self.adapts)
 
     @property
     def loading_device(self) -> torch.device:
@@ -96,6 +96,6 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
             ) from error
         if self.reads_parts:
             with self.world.together():
-                self.source.fill(self.parts, self.resumed_from, self.device)
+                self.source.fill(self.parts, None if self.adapts else self.resumed_from, self.device)
             self.parts.settle()
             reshard(self.model)

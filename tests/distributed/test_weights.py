@@ -99,3 +99,25 @@ def test_transformers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         want = weights.whole_of(alone.module)
         assert [differing(result[number], want) for result in results] == [[]] * 3, folder
         assert differing_files(Path(many), one) == [], folder
+
+
+def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    """They begin as on one device, beside a base that each rank has a part of, and are merged and saved the same."""
+    write_checkpoint(tmp_path / "llama", "llama3")
+    families.save("qwen3", tmp_path / "qwen")
+    torchtune = {"_component_": "torchtune.models.llama3.lora_llama3", "lora_attn_modules": ["q_proj", "v_proj"]}
+    checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "model_type": "LLAMA3"}
+    peft = {"_component_": "peft.LoraConfig", "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+    checkpointer["checkpoint_dir"] = str(tmp_path / "llama")
+    cases: tuple[tuple[Any, Any, Any], ...] = (
+        ({**torchtune, "lora_rank": 4, "lora_alpha": 8}, checkpointer, None),
+        ({"_component_": "offload.models.huggingface.from_pretrained", "path": str(tmp_path / "qwen")}, None, peft),
+    )
+    for number, case in enumerate(cases):
+        one, many = tmp_path / f"one{number}", tmp_path / f"many{number}"
+        want = weights.adapted(*case, str(one))
+        for got in ranks.run(2, weights.adapted, *case, str(many)):
+            assert differing(got, want) == []
+        # peft writes a set in any order.
+        others = ("recipe_state.pt", "checkpoint.json", "adapter_config.json")
+        assert [name for name in differing_files(many, one) if not name.endswith(others)] == []

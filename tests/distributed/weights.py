@@ -13,8 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from offload.checkpoints.manager import CheckpointManager
+from offload.distributed.sharding import find_mesh, shard
+from offload.distributed.world import current
 from offload.engine.units import clean_name
 from offload.models.shares import begin_files, empty_like, write_share
+from offload.models.source import find_source
 from offload.models.torchtune.building import build_as_the_base, fill_share
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 
@@ -123,7 +127,7 @@ def read_huggingface(folder: str, dtype: torch.dtype) -> Any:
 
     model = bare()
     sharded(model.module, layers_of(model.module))
-    fill(model.module, Path(folder), lambda: bare().module, CPU)
+    fill(model.module, model.module, Path(folder), lambda: bare().module, CPU)
     return model
 
 
@@ -145,3 +149,34 @@ def huggingface_there_and_back(cases: list[tuple[str, str, torch.dtype]]) -> lis
         write(format, Path(out), model.module.state_dict())
         results.append(whole_of(model.module))
     return results
+
+
+def adapted(
+    model: dict[str, Any], checkpointer: dict[str, Any] | None, adapter: dict[str, Any] | None, out: str
+) -> dict[str, torch.Tensor]:
+    """An adapted model as a recipe begins it, whole; with an adapter that changes it, merged into ``out``."""
+    sections = [None if each is None else OmegaConf.create(each) for each in (model, checkpointer, adapter)]
+    source: Any = find_source(*sections, Tokenizer(), CPU, torch.float32, len)  # type: ignore[arg-type]
+    manager = CheckpointManager(source.format, out)
+    world = current()
+    torch.manual_seed(5)
+    if world.size == 1:
+        parts = source.adapted(None, None)
+    else:
+        assert source.can_fill(adapts=True)
+        parts = source.empty_adapted(None, None)
+        shard(parts.module, parts.blocks(), find_mesh(world, CPU))
+        source.fill(parts, None, CPU)
+    begun = whole_of(parts.module)
+    with torch.no_grad():
+        for name, param in parts.module.named_parameters():
+            if "lora_" in name:
+                param.add_(0.25)
+    manager.save(
+        1,
+        model=parts.merged_weights(),
+        adapter=parts.adapter_weights(),
+        adapter_config=parts.adapter_config(),
+        recipe_state={},
+    )
+    return begun

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,53 @@ def wrapping() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _keeping_values() -> Iterator[None]:
+    """While peft wraps a model on the meta device: adapters keep the values that they are drawn with, on the CPU, where
+    peft would move each to its layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    drawn: list[tuple[Any, str, Tensor]] = []
+    name = "_move_adapter_to_device_of_base_layer"
+    move = getattr(BaseTunerLayer, name)
+
+    def note_and_move(layer: Any, adapter: str, device: torch.device | None = None) -> None:
+        for each in layer.adapter_layer_names:
+            parts = getattr(layer, each, None)
+            if isinstance(parts, nn.ModuleDict) and adapter in parts:
+                owner = parts[adapter]
+                drawn.extend((owner, key, value.detach()) for key, value in owner.named_parameters(recurse=False))
+            elif isinstance(parts, nn.ParameterDict) and adapter in parts:
+                drawn.append((parts, adapter, parts[adapter].detach()))
+        move(layer, adapter, device)
+
+    with mock.patch.object(BaseTunerLayer, name, note_and_move):
+        yield
+    for owner, key, value in drawn:
+        moved = getattr(owner, key)
+        setattr(owner, key, nn.Parameter(value.to(moved.dtype), requires_grad=moved.requires_grad))
+
+
+def begins_with_weights(config: Any) -> bool:
+    """Whether an adapter begins with the values of the layers that it is for (PiSSA, DoRA, a copy of a layer)."""
+    from peft import LoraConfig
+
+    return type(config) is not LoraConfig or bool(
+        config.init_lora_weights not in (True, False, "gaussian")
+        or config.use_dora
+        or config.modules_to_save
+        or config.trainable_token_indices
+        or config.target_parameters
+    )
+
+
 class AdaptedModel(HuggingFaceModel):
     """A frozen model with an adapter that trains.
 
     Args:
         base: the model; its modules are wrapped in place.
         config: a ``peft.LoraConfig``, or another of peft's configurations whose adapter can be merged.
+        draws: the adapter has its values, on the CPU, though the model is on the meta device.
 
     Attributes:
         left_out: names of linear layers, ends of paths, that ``all-linear`` does not mean: what they give is not a
@@ -51,7 +93,7 @@ class AdaptedModel(HuggingFaceModel):
             else peft refuses.
     """
 
-    def __init__(self, base: HuggingFaceModel, config: Any) -> None:
+    def __init__(self, base: HuggingFaceModel, config: Any, *, draws: bool = False) -> None:
         from peft import get_peft_model
 
         if config.base_model_name_or_path is None:
@@ -65,11 +107,12 @@ class AdaptedModel(HuggingFaceModel):
             towers = base.frozen if config.exclude_modules is None else []
             config.exclude_modules = _excluded(config.exclude_modules, towers, odd if means_all else {})
         _check(config, base.module)
-        if next(base.module.parameters()).is_meta and isinstance(getattr(config, "init_lora_weights", None), str):
+        is_empty = next(base.module.parameters()).is_meta and not draws
+        if is_empty and isinstance(getattr(config, "init_lora_weights", None), str):
             config = copy.copy(config)
             config.init_lora_weights = True  # pissa and others begin with the weights' values: names and shapes do not
         try:
-            with wrapping():
+            with wrapping(), _keeping_values() if draws else contextlib.nullcontext():
                 module = get_peft_model(base.module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
         except (ValueError, TypeError, NotImplementedError, re.error) as error:
             raise UserError(f"adapter: {' '.join(str(error).split())[:400]}") from error

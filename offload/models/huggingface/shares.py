@@ -24,11 +24,13 @@ from offload.models.weight_files import WeightFiles
 _META = torch.device("meta")
 
 
-def fill(model: Any, folder: Path, bare: Callable[[], Any], device: torch.device) -> None:
+def fill(divided: nn.Module, model: Any, folder: Path, bare: Callable[[], Any], device: torch.device) -> None:
     """Give a model its memory and its weights.
 
     Args:
-        model: of transformers, on the meta device, its parameters DTensors.
+        divided: the model, or what peft put around it; its parameters are DTensors on the meta device, but for an
+            adapter, which has its values already.
+        model: of transformers.
         folder: holds safetensors files.
         bare: makes the same model on the meta device, with plain parameters.
         device: where the model goes.
@@ -36,13 +38,14 @@ def fill(model: Any, folder: Path, bare: Callable[[], Any], device: torch.device
     Raises:
         UserError: for a model whose weights are tied across what ranks gather apart.
     """
-    materialize(model, device)
+    made = materialize(divided, device)
     plain = bare()
     is_custom = plain.is_custom_code()
     with WeightFiles(sorted(folder.glob("*.safetensors"))) as files:
         converter = _Converter(plain, files.empty)
         stored = converter(files.empty).keys()
-        wanted = {_as_stored(names, stored): tensor for tensor, names in _kept(model).items()}
+        kept = {tensor: names for tensor, names in _kept(model).items() if tensor in made}
+        wanted = {_as_stored(names, stored): tensor for tensor, names in kept.items()}
         if untied := sorted(wanted.keys() - stored):
             raise UserError(
                 f"model.path: {untied[0]} is tied to a weight of another layer, and FSDP2 would train the two apart: "
@@ -71,7 +74,7 @@ def _kept(model: nn.Module) -> dict[Tensor, list[str]]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if name in in_checkpoints:
-            kept.setdefault(tensor, []).append(clean_name(name))
+            kept.setdefault(tensor, []).append(clean_name(name).replace(".base_layer.", "."))
     return kept
 
 

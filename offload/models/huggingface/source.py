@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.config.loading import instantiate
 from offload.errors import UserError
 from offload.models.huggingface import shares
-from offload.models.huggingface.adapter import AdaptedModel
+from offload.models.huggingface.adapter import AdaptedModel, begins_with_weights
 from offload.models.huggingface.attention import check_attention
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.huggingface.model import HuggingFaceModel
@@ -137,21 +137,29 @@ class HuggingFaceSource:
             )
         return model
 
-    @property
-    def can_fill(self) -> bool:
+    def can_fill(self, *, adapts: bool) -> bool:
         folder = self.format.directory
-        return not self._section.get("load_in_4bit") and (not folder.is_dir() or stored_format(folder) is None)
+        is_packed = self._section.get("load_in_4bit") or (folder.is_dir() and stored_format(folder) is not None)
+        return not is_packed and not (adapts and begins_with_weights(self._adapter_config()))
 
     def empty(self) -> CausalLM:
         return self._load(None, _META)
 
+    def empty_adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        return self._adapt(self._load(None, _META), adapter, folder, draws=True)
+
     def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
         assert isinstance(model, HuggingFaceModel)
-        shares.fill(model.module, folder or self.format.directory, lambda: self._open(folder, _META).module, device)
+        path = folder or self.format.directory
+        shares.fill(model.module, model.in_checkpoints, path, lambda: self._open(folder, _META).module, device)
 
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
-        config = self._adapter_config()
-        model = AdaptedModel(self._load(None, self._device), config)
+        return self._adapt(self._load(None, self._device), adapter, folder)
+
+    def _adapt(
+        self, base: HuggingFaceModel, adapter: Mapping[str, Tensor] | None, folder: Path | None, *, draws: bool = False
+    ) -> AdaptedModel:
+        model = AdaptedModel(base, self._adapter_config(), draws=draws)
         if model.left_out:
             self._tell(
                 f"adapter.target_modules=all-linear: without {', '.join(model.left_out)}, whose output is more than a "

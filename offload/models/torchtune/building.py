@@ -141,10 +141,10 @@ def fill_share(
     dtype: torch.dtype,
     source: str,
 ) -> None:
-    """Give the model of which each rank has a part its memory and its weights, but for an adapter's.
+    """Give a model of which each rank has a part its memory and its weights.
 
     Args:
-        model: on the meta device, its parameters DTensors.
+        model: its parameters DTensors on the meta device, but for those that have their values already.
         base: the base checkpoint, whose names and shapes the files have.
         files: with the weights.
         device: where the model goes.
@@ -154,19 +154,17 @@ def fill_share(
     Raises:
         UserError: for files that cannot be read, and weights that do not fit the model.
     """
-    from torchtune.modules.peft import get_adapter_params
     from torchtune.training import set_default_dtype
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return to_torchtune(tensors, base.model_type, base.config)
 
-    materialize(model, device)
+    made = materialize(model, device)
     with set_default_dtype(dtype), device:
         for module in model.modules():
             if (init := getattr(module, "rope_init", None)) is not None:
                 init()
-    adapter = get_adapter_params(model)
-    expected = {clean_name(name): param for name, param in model.named_parameters() if name not in adapter}
+    expected = {clean_name(name): param for name, param in model.named_parameters() if param in made}
     try:
         with WeightFiles(files) as opened:
             check_fit(expected, convert(dict(opened.empty)), source=source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,25 @@ def prepare_adapter(model: nn.Module) -> None:
             "set model.use_dora=False, or leave them out of model.lora_attn_modules"
         )
     set_trainable_params(model, adapter)
+
+
+def draw_adapter(model: nn.Module) -> None:
+    """Begin an adapter that changes nothing, by the run's seed: the same on any device and in any number of processes.
+
+    Args:
+        model: after :func:`prepare_adapter`. If it is on the meta device its adapter comes to the CPU, all of it.
+    """
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    with torch.no_grad():
+        for _, layer in _lora_layers(model):
+            for part, is_random in ((layer.lora_a, True), (layer.lora_b, False)):
+                values = torch.zeros(part.weight.shape)
+                if is_random:
+                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)  # torchtune's
+                if part.weight.is_meta:
+                    part.weight = nn.Parameter(values.to(part.weight.dtype))
+                else:
+                    part.weight.copy_(values)
 
 
 def load_base_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:

@@ -87,12 +87,19 @@ class TorchtuneSource:
         load_weights(model, self.format.load_base() if saved is None else saved, source=self._origin)
         return TorchtuneModel(model)
 
-    @property
-    def can_fill(self) -> bool:
-        return not self._section.get("quantize_base")
+    def can_fill(self, *, adapts: bool) -> bool:
+        return not (self._section.get("quantize_base") or (adapts and self._section.get("use_dora")))
 
     def empty(self) -> CausalLM:
         return TorchtuneModel(self._build(_META))
+
+    def empty_adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
+        model = self._build(_META)
+        lora.prepare_adapter(model)
+        lora.draw_adapter(model)
+        if folder is not None:
+            lora.load_adapter(model, adapter)
+        return AdaptedTorchtuneModel(model)
 
     def fill(self, model: CausalLM, folder: Path | None, device: torch.device) -> None:
         base = self.format.base
@@ -106,6 +113,7 @@ class TorchtuneSource:
     def adapted(self, adapter: Mapping[str, Tensor] | None, folder: Path | None) -> AdaptedLM:
         model = self._build(self._device)
         lora.prepare_adapter(model)
+        lora.draw_adapter(model)
         lora.load_base_weights(model, self.format.load_base(), source=self._origin)
         if folder is not None:
             lora.load_adapter(model, adapter)

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from offload.host_memory import GIB, HostMemory, cgroup_limit, host_memory
+import offload.host_memory as memory_of_host
+from offload.host_memory import (
+    GIB,
+    HostMemory,
+    Use,
+    allowance,
+    cgroup_limit,
+    host_memory,
+    oom_kills,
+    use_of_this_process,
+)
 
 
 def group(folder: Path, **files: object) -> Path:
@@ -56,3 +66,28 @@ def test_what_is_usable_is_the_lesser_of_both(limit: int | None, usable: int) ->
 def test_this_process_has_memory() -> None:
     memory = host_memory()
     assert 0 < memory.usable <= memory.available <= memory.total
+
+
+def test_kills_of_the_kernel_are_counted_in_both_versions(tmp_path: Path) -> None:
+    root = group(tmp_path / "cgroup")
+    group(root / "job", memory__events="low 0\nhigh 3\noom 2\noom_kill 2\noom_group_kill 0")
+    (tmp_path / "self").write_text("0::/job\n")
+    assert oom_kills(root, tmp_path / "self") == 2
+    group(root / "memory" / "old", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5")
+    (tmp_path / "self").write_text("7:memory:/old\n")
+    assert oom_kills(root, tmp_path / "self") == 5
+    assert oom_kills(root, tmp_path / "missing") is None
+
+
+def test_what_is_mapped_and_not_resident_counts_where_the_address_space_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use = Use(resident=2 * GIB, mapped=5 * GIB)
+    monkeypatch.setattr(memory_of_host, "_limit", lambda name: None)
+    free = allowance(use)
+    assert free > 2 * GIB
+    monkeypatch.setattr(memory_of_host, "_limit", lambda name: 6 * GIB)
+    assert allowance(use) == min(free, 3 * GIB)
+    monkeypatch.setattr(memory_of_host, "_limit", lambda name: 4 * GIB)  # less than is mapped: it was set later
+    assert allowance(use) == 2 * GIB
+    assert 0 < use_of_this_process().resident <= use_of_this_process().mapped

@@ -11,6 +11,7 @@
       "optimizer": {"class": ..., "strategy": ..., "in_backward": ..., "state_dtype": ..., "master": ...},
       "config": {...},                           resolved
       "environment": {"torch": ..., "device": ..., ...},
+      "oom_kills": 0,                            of the control group by the kernel, until then; null: it does not tell
       "summary": {"tokens_per_second": ..., "loss_final": ..., ...}
     }
 

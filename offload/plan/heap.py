@@ -182,23 +182,31 @@ class Heap:
         del self._free[bisect_left(self._free, (chunk.nbytes, chunk.address))]
 
 
-def held_beyond_use(events: Iterable[Event]) -> int:
+def held_beyond_use(events: Iterable[Event], micro_batches: int = 1) -> int:
     """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that.
 
     Args:
-        events: tensors of a step in the order in which they come and go; the next step makes those again, and begins
-            when all are gone.
+        events: tensors of a micro-batch in the order in which they come and go. What is left are gradients: those of a
+            step's first micro-batch stay, others are added to them.
+        micro_batches: of a step.
     """
     heap, events = Heap(), list(events)
     most = used = 0
     for _ in range(STEPS):
-        chunks: dict[int, _Chunk] = {}
-        for key, nbytes in events:
-            if nbytes is not None:
-                chunks[key] = heap.allocate(nbytes)
-                most, used = max(most, heap.resident), max(used, heap.in_use)
-            elif key in chunks:
-                heap.free(chunks.pop(key))
-        for chunk in chunks.values():
+        gradients: list[_Chunk] = []
+        for _ in range(micro_batches):
+            chunks: dict[int, _Chunk] = {}
+            for key, nbytes in events:
+                if nbytes is not None:
+                    chunks[key] = heap.allocate(nbytes)
+                    most, used = max(most, heap.resident), max(used, heap.in_use)
+                elif key in chunks:
+                    heap.free(chunks.pop(key))
+            if gradients:
+                for chunk in chunks.values():
+                    heap.free(chunk)
+            else:
+                gradients = list(chunks.values())
+        for chunk in gradients:
             heap.free(chunk)
     return most - used

@@ -147,8 +147,9 @@ class Planner:
         if length is None:
             length = min(parts.max_seq_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             notes.append(f"tokenizer.max_seq_len is not set: counted with {length} tokens")
-        is_sharded = sharding.ranks > 1  # then no gradient is whole for long
-        keeps = optimizer.keeps_gradients and not is_sharded
+        # Of ranks none keeps a whole one; of micro-batches the first leaves all, which the others are added to.
+        are_apart = optimizer.keeps_gradients and (sharding.ranks > 1 or settings.gradient_accumulation_steps > 1)
+        keeps = optimizer.keeps_gradients and not are_apart
         if traced:
             counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps)
         else:
@@ -157,8 +158,9 @@ class Planner:
         weights = sharding.part(weights_of(counted) - saved)
         layers = [_nbytes(layer.parameters()) for layer in layers_of(parts.module)]
         beside = sharding.gathered(_nbytes(params) - sum(layers), layers)
-        if is_sharded and optimizer.keeps_gradients:
-            beside.append(("gradients, this rank's part", sharding.part(_nbytes(param for _, param in named))))
+        if are_apart:
+            name = "gradients, this rank's part" if sharding.ranks > 1 else "gradients of all micro-batches"
+            beside.append((name, sharding.part(_nbytes(param for _, param in named))))
         if rounded:
             beside.append(("a weight in 16 bits, to compute with", 2 * largest * dtype.itemsize))
         if on_gpu:

@@ -31,9 +31,9 @@ from offload.distributed.sharding import reshard
 from offload.distributed.world import current
 from offload.engine.units import clean_name
 from offload.errors import NotFiniteError, UserError
-from offload.host_memory import use_of_this_process
+from offload.host_memory import oom_kills, use_of_this_process
 from offload.metrics.lines import say
-from offload.metrics.run_record import remove_leftover
+from offload.metrics.run_record import read_run, remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.size import num_elements
 from offload.models.source import find_source
@@ -42,6 +42,7 @@ from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
 from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
+from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
 from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
 from offload.training.resume import check_fields, put_back, put_back_random
@@ -144,6 +145,8 @@ class FinetuneRecipe:
                 say,
             )
             self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
+        if settings.memory_snapshot and not record_for_snapshot(self.device):
+            say(f"note: memory_snapshot: {self.device.type} has none, only CUDA's allocator records")
         self.world.from_main(self._take_folder)
         resumed = self._find_checkpoint()
         state = resumed.recipe_state if resumed else {}
@@ -172,6 +175,8 @@ class FinetuneRecipe:
     def _take_folder(self) -> None:
         self.lock = OutputLock(self.output_dir)
         remove_leftover(self.output_dir)
+        if (line := tell_of_a_kill(read_run(self.output_dir), oom_kills())) is not None:
+            say(f"warning: {line}")
 
     def _keep_best(self) -> None:
         """Protect the checkpoint of the best evaluation from keep_last_n."""

@@ -201,7 +201,7 @@ SHORT_OF_HOST = (
 
 def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequence[str]) -> bool:
     """Tell of memory that ran out, and what would save most; whether it is that."""
-    from offload.training.out_of_memory import release, shortage
+    from offload.training.out_of_memory import release, shortage, write_snapshot
 
     found = shortage(error, recipe)
     if found is None:
@@ -212,6 +212,10 @@ def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequen
         with contextlib.suppress(Exception):
             from offload.training.advice import Advisor, room
 
+            if found.of_device and recipe.settings.memory_snapshot:
+                path_of_snapshot = write_snapshot(recipe.device, recipe.output_dir)
+                if path_of_snapshot is not None:
+                    print(f"memory snapshot: {path_of_snapshot}, for https://pytorch.org/memory_viz", file=sys.stderr)
             there_is = room(recipe.device, of_device=found.of_device)
             advisor = Advisor(type(recipe), path, overrides, processes=recipe.world.size)
             device, used = recipe.device, recipe.memory_before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -108,3 +109,58 @@ def release(recipe: object, error: BaseException) -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+SNAPSHOT = "memory_snapshot.pickle"
+EVENTS = 100_000
+"""Allocations, and where they come from, that are kept for a snapshot: some tens of steps."""
+
+
+def record_for_snapshot(device: torch.device) -> bool:
+    """Begin to record a device's allocations; False where it cannot."""
+    memory = _recorder(device)
+    if memory is None:
+        return False
+    memory._record_memory_history(max_entries=EVENTS)
+    return True
+
+
+def write_snapshot(device: torch.device, folder: Path) -> Path | None:
+    """What is allocated on a device, and what was of late, as https://pytorch.org/memory_viz opens it.
+
+    Args:
+        device: that :func:`record_for_snapshot` records.
+        folder: is there.
+
+    Returns:
+        the file; None where the device cannot, or the disk.
+    """
+    memory, path = _recorder(device), folder / SNAPSHOT
+    if memory is None:
+        return None
+    try:
+        memory._dump_snapshot(str(path))
+    except OSError:
+        return None
+    return path
+
+
+def _recorder(device: torch.device) -> Any:
+    return torch.cuda.memory if device.type == "cuda" else None
+
+
+def tell_of_a_kill(record: Mapping[str, Any], kills: int | None) -> str | None:
+    """A line about an earlier run that the kernel ended for want of memory; None where nothing says so.
+
+    Args:
+        record: its run.json, as it left it.
+        kills: how often the kernel has done that in this control group, see :func:`offload.host_memory.oom_kills`.
+    """
+    before = record.get("oom_kills")
+    if record.get("status") != "running" or not isinstance(before, int) or kills is None or kills <= before:
+        return None
+    processes = "a process" if kills - before == 1 else f"{kills - before} processes"
+    return (
+        f"the run before in this folder did not end: since it began, the kernel killed {processes} here for want of "
+        "memory. The same command with --dry-run tells what this run takes, and what makes it fit"
+    )

@@ -128,6 +128,9 @@ class TrainSettings:
     """keep less for backward and recompute the rest: a third more time"""
     enable_activation_offloading: bool = False
     """keep what backward needs in host memory meanwhile; needs checkpointing and an accelerator"""
+    memory_snapshot: bool = False
+    """where device memory runs out, write what was allocated and from where to output_dir/memory_snapshot.pickle, for
+    https://pytorch.org/memory_viz; CUDA only, recording takes a little time"""
 
     metric_logger: (
         Annotated[

@@ -43,7 +43,14 @@ def gib(plan: Plan, *names: str) -> float:
     return sum(item.nbytes for item in plan.budget.items if item.name in names) / GIB
 
 
-USED = ("weights", "gradients", "states and gradients in flight", "optimizer states", "activations")
+USED = (
+    "weights",
+    "gradients",
+    "gradients of all micro-batches",
+    "states and gradients in flight",
+    "optimizer states",
+    "activations",
+)
 
 
 def used(plan: Plan) -> float:
@@ -129,6 +136,16 @@ def test_on_the_cpu_all_of_it_is_the_hosts(planner: Planner) -> None:
     weights = 4 * plan.parameters
     assert gib(plan, "gradients") <= weights / GIB
     assert gib(plan, "optimizer states") == pytest.approx(2 * weights / GIB, rel=0.01)
+
+
+def test_accumulated_gradients_are_there_in_the_next_forward(planner: Planner) -> None:
+    words = ("optimizer.update_in_backward=False", "batch_size=4", "enable_activation_checkpointing=False")
+    one, several = (planned(planner, "llama2_7b_offload", *words, f"gradient_accumulation_steps={n}") for n in (1, 4))
+    gradients = gib(several, "gradients of all micro-batches")
+    assert gradients == pytest.approx(gib(several, "weights"), rel=1e-3)
+    # Activations that take more than gradients: then the fullest moment of the first micro-batch has none of these.
+    assert used(several) == pytest.approx(used(one) + gradients, rel=0.01)
+    assert used(several) == used(planned(planner, "llama2_7b_offload", *words, "gradient_accumulation_steps=2"))
 
 
 def test_ranks_share_weights_gradients_and_states(planner: Planner) -> None:

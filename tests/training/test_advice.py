@@ -24,7 +24,7 @@ from offload.plan.replay import replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
 from offload.tiny import register_resolvers
 from offload.training.advice import Advisor
-from offload.training.out_of_memory import shortage
+from offload.training.out_of_memory import record_for_snapshot, shortage, tell_of_a_kill, write_snapshot
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -174,3 +174,38 @@ def test_it_says_what_the_run_was_doing(method: str, told: str) -> None:
 @pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shapes"), KeyError("x")])
 def test_other_errors_are_not_of_memory(error: Exception) -> None:
     assert shortage(error, Run()) is None
+
+
+# ---- what it leaves
+
+
+def test_a_snapshot_is_written_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(max_entries))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"what was allocated"))
+    cuda = torch.device("cuda", 0)
+    assert record_for_snapshot(cuda) and recorded
+    path = write_snapshot(cuda, tmp_path)
+    assert path is not None and path.read_bytes() == b"what was allocated"
+    assert write_snapshot(cuda, tmp_path / "missing") is None
+    assert not record_for_snapshot(CPU) and write_snapshot(CPU, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "kills", "told"),
+    [
+        ({"status": "running", "oom_kills": 1}, 2, "killed a process here for want of memory"),
+        ({"status": "running", "oom_kills": 0}, 2, "killed 2 processes here"),
+        ({"status": "running", "oom_kills": 2}, 2, None),  # killed by somebody else
+        ({"status": "done", "oom_kills": 0}, 2, None),
+        ({"status": "running", "oom_kills": None}, 2, None),
+        ({"status": "running"}, 2, None),
+        ({"status": "running", "oom_kills": 0}, None, None),
+        ({}, 1, None),
+    ],
+)
+def test_a_run_that_the_kernel_killed_is_told_of_by_the_next(
+    record: dict[str, Any], kills: int | None, told: str | None
+) -> None:
+    line = tell_of_a_kill(record, kills)
+    assert line is None if told is None else told in str(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.distributed import memory
@@ -14,6 +15,16 @@ WEIGHT, STATE = 2, 4.03
 
 MARGIN = 0.25
 """Of all weights: what is read, converted or written at once, and what else a process allocates by the way."""
+
+
+def test_the_page_has_the_recorded_table() -> None:
+    script = load_module(ROOT / "scripts" / "distributed_memory.py")
+    record = json.loads(script.RECORD.read_text(encoding="utf-8"))
+    table = script.BEGIN + script.table(record) + script.END
+    assert table in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    for name in ("loaded", "trained", "loading", "saving", "resuming"):
+        one, two, four = (max(record["mib"][count][name]) for count in ("1", "2", "4"))
+        assert two < 0.55 * one and four < 0.55 * two, name
 
 
 def test_no_process_holds_a_whole_copy(ranks: Ranks, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from offload.errors import UserError, one_line
 
 # What resuming needs and nobody else: the optimizer's states, twice the size of the model and more; the configuration.
 RUN_FILES = ("recipe_state.pt", "checkpoint.json")
+RUN_FOLDER = "optimizer"
+"""Where a run of several processes keeps its states."""
 
 
 def add_parser(commands: Any) -> None:
@@ -72,7 +74,7 @@ def _upload(folder: Path, repo_id: str, *, private: bool, revision: str | None, 
             revision=revision,
             commit_message=message,
             # An adapter beside a merged model would be taken for the model: it is pushed by its own folder.
-            ignore_patterns=[*RUN_FILES, "adapter/*"],
+            ignore_patterns=[*RUN_FILES, f"{RUN_FOLDER}/*", "adapter/*"],
         )
     except errors.LocalTokenNotFoundError:
         raise UserError("nobody is logged in: `hf auth login`, or export HF_TOKEN=...") from None

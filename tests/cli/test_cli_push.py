@@ -14,8 +14,9 @@ from huggingface_hub import errors
 
 from offload.checkpoints.manager import STATE_NAME
 from offload.checkpoints.manifest import MANIFEST_NAME
+from offload.checkpoints.shared_states import STATES_DIR
 from offload.cli.main import main
-from offload.cli.push import RUN_FILES
+from offload.cli.push import RUN_FILES, RUN_FOLDER
 
 
 class FakeApi:
@@ -55,8 +56,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "step_8"
     (folder / "adapter").mkdir(parents=True)
+    (folder / STATES_DIR).mkdir()
     for name in ("model-00001-of-00001.safetensors", "config.json", "tokenizer.model", *RUN_FILES,
-                 "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):  # fmt: skip
+                 "adapter/adapter_model.safetensors", "adapter/adapter_config.json",
+                 f"{STATES_DIR}/.metadata", f"{STATES_DIR}/__0_0.distcp"):  # fmt: skip
         (folder / name).write_text("x")
     return folder
 
@@ -93,6 +96,7 @@ def test_options_reach_the_hub(hub: Any, checkpoint: Path, monkeypatch: pytest.M
 
 def test_the_names_are_those_that_a_checkpoint_has() -> None:
     assert set(RUN_FILES) == {STATE_NAME, MANIFEST_NAME}
+    assert RUN_FOLDER == STATES_DIR
 
 
 def test_what_is_no_checkpoint_is_refused_before_anything_is_asked(

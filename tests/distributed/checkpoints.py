@@ -14,7 +14,6 @@ from offload import OffloadOptimizer
 from offload.checkpoints.manager import CheckpointManager
 from offload.distributed.world import PeerError
 from offload.errors import UserError
-from offload.models.torchtune.building import fill_share
 from offload.training.resume import check_fields, put_back
 from tests.distributed import weights
 
@@ -45,9 +44,11 @@ def manager(base: str, model_type: str, out: str) -> CheckpointManager:
     return CheckpointManager(weights.torchtune_format(base, model_type), out)
 
 
-def saved(base: str, model_type: str, component: str, out: str, options: dict[str, Any]) -> dict[str, Tensor]:
+def saved(
+    base: str, model_type: str, component: str, out: str, options: dict[str, Any], replicas: int = 1
+) -> dict[str, Tensor]:
     """Two steps, saved; what a third makes of the weights."""
-    model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16, replicas=replicas)
     optimizer = optimizer_of(model, options)
     for seed in range(2):
         step(model, optimizer, seed)
@@ -57,16 +58,15 @@ def saved(base: str, model_type: str, component: str, out: str, options: dict[st
     return weights.whole_of(model)
 
 
-def resumed(base: str, model_type: str, component: str, out: str, options: dict[str, Any]) -> dict[str, Tensor]:
+def resumed(
+    base: str, model_type: str, component: str, out: str, options: dict[str, Any], replicas: int = 1
+) -> dict[str, Tensor]:
     """The weights after the step that follows."""
     found = manager(base, model_type, out).load_newest()
     assert found is not None
     folder, loaded = found
     check_fields(loaded.recipe_state, folder)
-    model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
-    files = sorted(folder.glob("*.safetensors"))
-    checkpoint = weights.torchtune_format(base, model_type).base
-    fill_share(model, checkpoint, files, device=weights.CPU, dtype=torch.bfloat16, source=str(folder))
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16, replicas=replicas, checkpoint=folder)
     optimizer = optimizer_of(model, options)
     put_back(loaded.recipe_state, optimizer, None, folder)
     step(model, optimizer, loaded.step)

@@ -73,6 +73,17 @@ def test_resumed_on_any_number_of_ranks_and_on_none(
         assert [name for name in differing(got, want) if not is_coded or got[name].dim() > 1] == []
 
 
+def test_replicas_save_once_and_read_alike(base: str, ranks: Ranks, tmp_path: Path) -> None:
+    by_two, by_four = (arguments(base, tmp_path / name, PACKED) for name in ("two", "four"))
+    want = ranks.run(2, checkpoints.saved, *by_two)[0]
+    for got in ranks.run(4, checkpoints.saved, *by_four, 2):
+        assert differing(got, want) == []
+    files = differing_files(tmp_path / "two", tmp_path / "four")
+    assert [name for name in files if "model" in name or "config" in name] == []
+    for got in (*ranks.run(4, checkpoints.resumed, *by_two, 2), *ranks.run(2, checkpoints.resumed, *by_four)):
+        assert differing(got, want) == []
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_fails_on_one_rank(failing: int, base: str, ranks: Ranks, tmp_path: Path) -> None:
     """That rank says so in one line and the others stop, nothing of the checkpoint remains, the one before is whole."""

@@ -29,8 +29,10 @@ class Tokenizer:
     vocab_size = 64
 
 
-def sharded(model: Any, layers: Any) -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+def sharded(model: Any, layers: Any, replicas: int = 1) -> None:
+    count = torch.distributed.get_world_size()
+    shape = (count,) if replicas == 1 else (replicas, count // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -47,14 +49,23 @@ def torchtune_format(folder: str, model_type: str) -> TorchtuneFormat:
     return TorchtuneFormat({**section, "checkpoint_dir": folder, "model_type": model_type})
 
 
-def read_torchtune(folder: str, model_type: str, component: str, dtype: torch.dtype) -> Any:
+def read_torchtune(
+    folder: str,
+    model_type: str,
+    component: str,
+    dtype: torch.dtype,
+    *,
+    replicas: int = 1,
+    checkpoint: Path | None = None,
+) -> Any:
+    """The base model in a folder, or with the weights of a checkpoint."""
     base = torchtune_format(folder, model_type).base
     section = OmegaConf.create({"_component_": component})
     model: Any = build_as_the_base(
         section, base, Tokenizer(), device=torch.device("meta"), dtype=dtype, tell=lambda note: None
     )
-    sharded(model, model.layers)
-    files = [base.directory / name for name in base.files]
+    sharded(model, model.layers, replicas)
+    files = sorted((checkpoint or base.directory).glob("*.safetensors"))
     fill_share(model, base, files, device=CPU, dtype=dtype, source=folder)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -37,8 +38,9 @@ def add_parser(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     if args.lock_gib < 1:
         raise UserError(f"--lock-gib: got {args.lock_gib}, expected a number of GiB from 1 on")
-    from offload.cli.installation import cards, problems
+    from offload.cli.installation import problems
     from offload.device import find_device
+    from offload.metrics.this_machine import cards
 
     device, _ = find_device(args.device)
     nvidia = cards()
@@ -62,15 +64,6 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         print(_text(report, found))
     return 1 if found else 0
-
-
-def machine_of(device: Any, nvidia: list[dict[str, str]]) -> dict[str, Any]:
-    """What a profile of this machine holds for (:class:`offload.plan.profile.Profile`)."""
-    from offload.metrics.environment import environment
-
-    facts = environment(str(device))
-    known = {key: facts.get(key) for key in ("processor", "cores", "device", "host_memory_gib", "torch")}
-    return {**known, "driver": nvidia[0]["driver"] if nvidia and device.type == "cuda" else None}
 
 
 def _software(device: Any) -> Section:
@@ -164,6 +157,8 @@ def _wandb() -> Section:
 
 
 def _measure(device: Any, lock_gib: int) -> dict[str, Any]:
+    import torch
+
     from offload.plan import rates
 
     found: dict[str, Any] = {**rates.host_memory_rates(), "cpu_adamw": rates.cpu_adamw_rates()}
@@ -172,10 +167,18 @@ def _measure(device: Any, lock_gib: int) -> dict[str, Any]:
     if device.type != "cpu":
         found.update(rates.copy_rates(name))
         found["page_locking"] = rates.locking(lock_gib)
+    else:
+        from offload.plan.calibration import training_costs
+
+        found["training"] = {
+            name: dataclasses.asdict(training_costs(dtype))
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        }
     return found
 
 
 def _keep(device: Any, nvidia: list[dict[str, str]], rates: dict[str, Any]) -> str | None:
+    from offload.metrics.this_machine import machine_of
     from offload.plan.profile import Profile, write_profile
 
     try:
@@ -223,6 +226,11 @@ def _text(report: dict[str, Any], found: list[str]) -> str:
             if key in rates:
                 scaled = rates[key] / (1e12 if unit == "TFLOPS" else 1e9)
                 lines.append((f"  {words}", f"{scaled:,.2f} {unit}" if scaled < 10 else f"{scaled:,.1f} {unit}"))
+        for name, costs in rates.get("training", {}).items():
+            products, moved = 1e-9 / costs["products"], 1e-9 / max(costs["moved"], 1e-15)
+            lines.append(
+                (f"  training on the CPU, {name}", f"products {products:,.0f} GFLOPS, others {moved:,.1f} GB/s")
+            )
         for name, rate in rates["cpu_adamw"].items():
             lines.append((f"  AdamW on the CPU, {name}", f"{rate / 1e6:,.0f} M parameters/s"))
         if locking := rates.get("page_locking"):

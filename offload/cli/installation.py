@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 OURS = "tune-offload"
-
-SMI = {
-    "name": "name",
-    "driver": "driver_version",
-    "pcie_generation": "pcie.link.gen.current",
-    "pcie_generation_most": "pcie.link.gen.max",
-    "pcie_lanes": "pcie.link.width.current",
-    "pcie_lanes_most": "pcie.link.width.max",
-    "power_limit": "power.limit",
-}
-"""What ``nvidia-smi --query-gpu`` calls what is told of a card."""
 
 
 def mismatches(name: str = OURS) -> list[str]:
@@ -53,22 +41,12 @@ def mismatches(name: str = OURS) -> list[str]:
     return sorted(found)
 
 
-def cards() -> list[dict[str, str]]:
-    """NVIDIA's cards, driver and link as ``nvidia-smi`` tells them, whatever torch can use; nothing is changed."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(SMI.values())}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        return [dict(zip(SMI, line.split(", "), strict=True)) for line in answer.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
 def problems(device: Any, nvidia: list[dict[str, str]]) -> Iterator[str]:
     """What hinders training here, each with its way out.
 
     Args:
         device: the ``torch.device`` that ``device=auto`` means.
-        nvidia: of :func:`cards`.
+        nvidia: of :func:`offload.metrics.this_machine.cards`.
     """
     import torch
 

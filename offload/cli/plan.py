@@ -121,8 +121,10 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     rates = _machine(device, card, machine, run.settings.dtype)
     if rates is not None:
         prediction = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
-        print(f"\n{_speed(prediction, found, rates)}")
-    elif device.type != "cpu" and limits.device is None:
+        print(f"\n{_speed(prediction, rates.source)}")
+    elif device.type == "cpu":
+        print(f"\n{_speed_on_cpu(run, found)}")
+    elif limits.device is None:
         print('whether it fits, and how fast it is: --gpu "RTX 4090" and --ram 64GiB tell of a machine')
     fits = found.budget.fits(limits.device, limits.host)
     if device.type == "cpu" or (fits and rates is None):
@@ -183,28 +185,31 @@ def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: st
     if device.type == "cpu" or (card is None and options.vram is not None):
         return None
     if card is None:
-        from offload.cli.doctor import machine_of
-        from offload.cli.installation import cards
         from offload.device import is_here
-        from offload.plan.profile import read_profile
+        from offload.metrics.this_machine import machine_here
 
-        if not is_here(device):
-            return None
-        name = torch.get_device_module(device).get_device_name(device)
-        card = machines.card_named(name)
-        profile = read_profile(machine_of(device, cards()))
-        if profile is not None:
-            measured = machines.machine_of_rates(name, profile.rates, card)
-            return _Rates(measured, dtype, f"on rates that `tune doctor` measured here on {profile.date[:10]}")
-        if card is None:
-            return None
+        here = machine_here(device, fp32=dtype == torch.float32) if is_here(device) else None
+        return here and _Rates(here[0], dtype, here[1])
     machine = machines.machine_of_card(card, ram_bandwidth=stated, fp32=dtype == torch.float32)
     memory = f"{machine.host / 1e9:.0f} GB/s of host memory"
     told = "" if stated else " assumed (--ram-bandwidth 90GB tells)"
     return _Rates(machine, dtype, f"from the data sheet of {card.name} and published runs, {memory}{told}")
 
 
-def _speed(found: Any, plan: Any, rates: _Rates) -> str:
+def _speed_on_cpu(run: _Run, plan: Any) -> str:
+    """How fast a run is on this CPU, where that can be told."""
+    import torch
+
+    from offload.metrics.this_machine import costs_here
+
+    here = costs_here()
+    if here is None:
+        return "speed: `tune doctor` measures, once, what predicting it on a CPU takes"
+    dtype = torch.bfloat16 if run.settings.dtype == "bf16" else torch.float32
+    return _speed(run.predictor.predict_on_cpu(run.settings, plan, here[0], dtype), here[1])
+
+
+def _speed(found: Any, source: str) -> str:
     """How fast a run is, and what bounds it."""
     from offload.plan.prediction import COMPUTE
 
@@ -221,7 +226,7 @@ def _speed(found: Any, plan: Any, rates: _Rates) -> str:
             f"  forward and backward {found.compute_seconds:.2f} s, exposed {found.exposed_seconds:.2f} s ({share:.0%})"
             f", bounded by: {found.bottleneck}",
             *([f"  beside them: {others}"] if others else []),
-            f"  predicted {rates.source}",
+            f"  predicted {source}",
         ]
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.plan.calibration import Costs
 from offload.plan.efficiency import ATTENTION
 from offload.plan.replay import QUICK, Result, replay, replay_torchao
 from offload.plan.work import Amount, Work
@@ -29,6 +30,9 @@ _AGENTS = {"compute": COMPUTE, "up": UP, "down": DOWN, "offload-host": CPU_UPDAT
 
 EXPOSED = 0.03
 """Of a step, what may be exposed while compute is still said to be what bounds it."""
+
+STEP_SECONDS = 0.002
+"""Of a step on the CPU, for data, the log and Python between: tiny_llama_offload's."""
 
 LEAST_LAYERS = 6
 """That are replayed, however little is in flight."""
@@ -173,6 +177,20 @@ def _prediction(
     waits = exposed > EXPOSED * step and others
     bottleneck = max(others, key=lambda name: others[name]) if waits else COMPUTE
     return Prediction(step, tokens / step, compute, exposed, bottleneck, dict(busy), result)
+
+
+def predict_on_cpu(work: Work, costs: Costs, *, micro_batches: int, update: float) -> Prediction:
+    """A step on the CPU, where updates are done before and after, whatever the strategy.
+
+    Args:
+        work: of a micro-batch.
+        costs: measured on that CPU.
+        micro_batches: of a step.
+        update: seconds of the optimizer.
+    """
+    compute = micro_batches * costs.seconds(work.total)
+    step = compute + update + STEP_SECONDS
+    return _prediction(step, micro_batches * work.tokens, compute, {COMPUTE: compute, CPU_UPDATE: update}, None)
 
 
 def compute_seconds(load: Workload, machine: Machine) -> float:

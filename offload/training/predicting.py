@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 
 from offload.component import resolve
+from offload.metrics.this_machine import costs_here, machine_here
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan import prediction
 from offload.plan.budget import DEVICE
+from offload.plan.calibration import Costs
 from offload.plan.efficiency import FUSED
+from offload.plan.machines import PACKED_BYTES
 from offload.plan.prediction import Prediction, predict
 from offload.plan.work import Amount, Work, count
 from offload.plan.workload import Machine, Workload
@@ -26,6 +30,10 @@ from offload.training.tracing import TRACED, layers_of, shortened
 NF4_MOVED = 15.0
 """Bytes that making a weight of 4 bits one of 16 moves, each time that it is used: between torchtune's LoRA and QLoRA
 of Llama 3.1 8B on a 4090, 3,083 and 2,413 tok/s at 4096 tokens (its README), lie 0.37 s for 3 x 6.98 B weights."""
+
+
+PLAIN_BYTES = 14
+"""That torch's fused AdamW reads and writes for a bf16 parameter with two moments: four tensors read, three written."""
 
 
 class Predictor:
@@ -49,6 +57,41 @@ class Predictor:
             dtype: of the parameters.
         """
         return predict(self.workload(settings, plan, machine, dtype), machine, schedule(settings, plan))
+
+    def predict_here(
+        self, settings: TrainSettings, plan: Plan, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Prediction, str] | None:
+        """The steady state of a run on this machine, and what that rests on, in words; None where that is not known."""
+        if device.type == "cpu":
+            costs = costs_here()
+            return costs and (self.predict_on_cpu(settings, plan, costs[0], dtype), costs[1])
+        here = machine_here(device, fp32=dtype == torch.float32)
+        return here and (self.predict(settings, plan, here[0], dtype), here[1])
+
+    def predict_on_cpu(
+        self, settings: TrainSettings, plan: Plan, rates: Mapping[str, Any], dtype: torch.dtype
+    ) -> Prediction:
+        """The steady state of a run on a CPU.
+
+        Args:
+            settings: of the run.
+            plan: its memory.
+            rates: measured on that CPU (:mod:`offload.plan.rates`), its ``training`` and ``cpu_adamw``.
+            dtype: of the parameters.
+        """
+        costs = Costs(**rates["training"]["fp32" if dtype == torch.float32 else "bf16"])
+        work = self.work(settings, plan, dtype, on_gpu=False)
+        states = sum(item.nbytes for item in plan.budget.items if item.name.startswith("optimizer states"))
+        traffic = plan.trained * 3 * dtype.itemsize + 2 * states
+        name = f"packed {settings.optimizer.get('state_dtype', 'int8')} {settings.optimizer.get('master', 'split')}"
+        if settings.optimizer.get("optimizer_class") == "offload.optim.AdamW" and name in PACKED_BYTES:
+            update = traffic / (PACKED_BYTES[name] * rates["cpu_adamw"][name])
+        else:
+            update = traffic / (PLAIN_BYTES * rates["cpu_adamw"]["torch fused"])
+        if settings.clip_grad_norm is not None:
+            update += 3 * plan.trained * dtype.itemsize / rates["host_copy"]
+        micro_batches = settings.gradient_accumulation_steps
+        return prediction.predict_on_cpu(work, costs, micro_batches=micro_batches, update=update)
 
     def estimate(self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype) -> float:
         """Tokens per second, without the replay of the optimizer."""

@@ -11,17 +11,18 @@ import torch
 
 from offload.cli import doctor, installation
 from offload.cli.main import main
+from offload.metrics import this_machine
 from offload.plan.profile import profile_path, read_profile
 
 RATES = {"host_copy": 40e9, "cpu_adamw": {"torch fused": 1e9}, "matmul": 2e11}
-CARD = dict(zip(installation.SMI, ("RTX 4090", "580.1", "4", "4", "16", "16", "450.00"), strict=True))
+CARD = dict(zip(this_machine.SMI, ("RTX 4090", "580.1", "4", "4", "16", "16", "450.00"), strict=True))
 
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor, "_measure", lambda device, lock_gib: dict(RATES))
-    monkeypatch.setattr(installation, "cards", list)
+    monkeypatch.setattr(this_machine, "cards", list)
     monkeypatch.setattr(installation, "mismatches", list)
 
 
@@ -31,7 +32,7 @@ def test_it_tells_and_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
     told = {line[:30].strip(): line[30:].strip() for line in out.splitlines()}
     assert told["host memory, all threads"] == "40.0 GB/s" and told["torch"] == torch.__version__
     assert str(profile_path()) in out
-    profile = read_profile(doctor.machine_of(torch.device("cpu"), []))
+    profile = read_profile(this_machine.machine_of(torch.device("cpu"), []))
     assert profile is not None and profile.rates == RATES
     assert status == ("problem: " in out)
 
@@ -52,7 +53,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(monkeypatch, capsys: pyt
 
 
 def test_a_card_that_torch_cannot_use_is_a_problem(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(installation, "cards", lambda: [CARD])
+    monkeypatch.setattr(this_machine, "cards", lambda: [CARD])
     assert main(["doctor", "--quick", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "card 0" in out and "RTX 4090, driver 580.1, PCIe 4.0 x16 of x16, 450.00 W" in out

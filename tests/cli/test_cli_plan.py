@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from offload.cli import plan
 from offload.cli.main import main
 from offload.errors import UserError
+from offload.metrics.this_machine import machine_of
+from offload.plan.profile import Profile, write_profile
 
 
 def totals(text: str) -> dict[str, float]:
@@ -45,6 +49,23 @@ def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytes
     assert main([*command, *([] if rows[0][3] == "(as it is)" else rows[0][3].split())]) == 0
     again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
     assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.01)
+
+
+def test_on_a_cpu_the_speed_is_that_of_measured_costs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["plan", "--config", "tiny_llama_offload", "device=cpu"]
+    assert main(command) == 0
+    assert "speed: `tune doctor` measures" in capsys.readouterr().out
+    costs = {"products": 1e-9, "attention": 0.0, "moved": 0.0, "launches": 0.0}
+    rates = {"training": {"fp32": costs, "bf16": costs}, "cpu_adamw": {"torch fused": 1e12}, "host_copy": 1e15}
+    write_profile(Profile(machine_of(torch.device("cpu"), []), rates))
+    assert main(command) == 0
+    told = re.search(r"^speed: ([\d,]+) tok/s; 1,024 tokens", capsys.readouterr().out, re.M)
+    # 6 FLOPs for each weight of a product and token: two layers and the head.
+    seconds = 6 * (2 * (4 * 128**2 + 3 * 128 * 352) + 128 * 2048) * 1024 * 1e-9
+    assert told and int(told[1].replace(",", "")) == pytest.approx(1024 / seconds, rel=0.01)
 
 
 def test_a_dry_run_tells_the_same_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path) -> None:

@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -211,10 +211,8 @@ class Storm:
     def _check_checkpoints(self, out: Path) -> None:
         for path in out.glob("step_*") if out.exists() else ():
             self.tally.checkpoints_checked += 1
-            try:
-                checkpoint_manifest.verify(path, checkpoint_manifest.read(path))
-            except Exception as error:
-                self._check(False, f"{path.name}: {error}")
+            damage = damage_of(path)
+            self._check(damage is None, f"{path.name}: {damage}")
 
     def _compare(self, out: Path) -> None:
         theirs, ours = (sorted(p.name for p in folder.iterdir()) for folder in (self._whole, out))
@@ -251,6 +249,15 @@ def load_recipe(name: str) -> ModuleType:
 
 def has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with it; None for a whole one."""
+    try:
+        manifest = checkpoint_manifest.read(checkpoint)
+        return checkpoint_manifest.difference(checkpoint, manifest, manifest.sums)
+    except Exception as error:
+        return str(error)
 
 
 def num_steps(out: Path) -> int:
@@ -299,6 +306,28 @@ def import_everything() -> None:
     gc.freeze()
 
 
+def write_result(out: Path, result: Mapping[str, Mapping[str, Any]], started: float) -> None:
+    """Records what happened to each set-up, and all of it together."""
+
+    def together(values: Sequence[int | float]) -> int | float:
+        return sum(values) if all(isinstance(value, int) for value in values) else max(values)
+
+    keys = [key for key in next(iter(result.values())) if key != "failures"]
+    facts = {
+        "command": " ".join(["python", *sys.argv]),
+        "seconds": round(time.monotonic() - started),
+        "machine": {
+            "processor": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "total": {key: together([one[key] for one in result.values()]) for key in keys},
+        "failures": [f"{name}: {line}" for name, one in result.items() for line in one["failures"]],
+        "setups": result,
+    }
+    out.write_text(json.dumps(facts, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="in all, divided among the set-ups")
@@ -327,23 +356,11 @@ def main() -> int:
             print(f"{name}: {json.dumps(vars(tally))}", flush=True)
             if tally.failures:
                 print((folder / "log.txt").read_text()[-4000:], file=sys.stderr)
-    total = {key: sum(one[key] for one in result.values()) for key in vars(Tally()) if key != "failures"}
-    failures = [f"{name}: {line}" for name, one in result.items() for line in one["failures"]]
-    print(f"{total['kills']} kills, {total['runs_that_ended']} runs ended, {len(failures)} failures")
+    failures = [line for one in result.values() for line in one["failures"]]
+    kills, ended = (sum(one[key] for one in result.values()) for key in ("kills", "runs_that_ended"))
+    print(f"{kills} kills, {ended} runs ended, {len(failures)} failures")
     if args.out:
-        facts = {
-            "command": " ".join(["python", *sys.argv]),
-            "seconds": round(time.monotonic() - started),
-            "machine": {
-                "processor": platform.machine(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
-            "total": total,
-            "failures": failures,
-            "setups": result,
-        }
-        args.out.write_text(json.dumps(facts, indent=2) + "\n")
+        write_result(args.out, result, started)
     return 1 if failures else 0
 
 

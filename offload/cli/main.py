@@ -354,7 +354,7 @@ def _run(arguments: list[str]) -> int:
 
         _settle_openmp()
         return torchrun.launch(run.torchrun, recipe, config.path, run.rest)
-    return _execute(recipe.path, ["--config", str(config.path), *run.rest])
+    return execute(recipe.path, ["--config", str(config.path), *run.rest])
 
 
 def _plan(run: RunArguments) -> int:
@@ -376,7 +376,7 @@ def _single_device(recipe: str, options: list[str]) -> str:
     return f"{recipe} runs on one device: leave out {' '.join(options)}, or {other}"
 
 
-def _execute(recipe: Path, arguments: list[str]) -> int:
+def execute(recipe: Path, arguments: list[str]) -> int:
     """Runs a recipe file as the main program, in this process."""
     import runpy
 

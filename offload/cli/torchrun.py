@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from offload.cli import registry
 from offload.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 PATIENCE = 24 * 3600
 """Seconds that processes, which save a checkpoint first, have to end after a signal; torchrun would give them 30."""
+
+_LAST_SECONDS = 5.0
+"""Seconds that they have after a second one."""
 
 
 def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, rest: Sequence[str]) -> int:
     """Checks a config, then runs a recipe with it in as many processes as torchrun's options say; returns the status.
 
-    A signal goes on to all processes, once; they save and end. The terminal reaches this process alone, since torchrun
-    gives each of the others a session of its own.
+    A signal goes on to all processes: they save and end; a second one ends them at once. The terminal reaches this
+    process alone, since torchrun gives each of the others a session of its own.
 
     Args:
         options: torchrun's, as on its own command line.
@@ -29,7 +39,7 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         rest: overrides.
 
     Raises:
-        UserError: a mistake in any of them, or a process that was killed.
+        UserError: a mistake in any of them, hosts that do not meet, or a process that was killed for want of memory.
     """
     from offload.cli.validate import check_here
 
@@ -38,33 +48,120 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    arguments.training_script, arguments.training_script_args = str(recipe.path), ["--config", str(config), *rest]
+    arguments.module, arguments.training_script = True, "offload.cli.worker"
+    arguments.training_script_args = [str(recipe.path), "--config", str(config), *rest]
     if arguments.shutdown_timeout is None:
         arguments.shutdown_timeout = PATIENCE
+    # torchrun takes over also what `nohup` or a script told this process to ignore.
+    arguments.signals_to_handle = ",".join(
+        name
+        for name in arguments.signals_to_handle.split(",")
+        if signal.getsignal(getattr(signal, name, signal.SIGTERM)) is not signal.SIG_IGN
+    )
     processes = run.determine_local_world_size(arguments.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    if recipe.path.parent != registry.recipes_dir():  # modules of the user's in the current folder
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
+    _, hosts = run.parse_min_max_nnodes(arguments.nnodes)
+    if hosts == 1:
+        arguments.local_addr = arguments.local_addr or "localhost"  # a host's own name need not be known to it
+    else:
+        where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
+        print(f"waiting for {arguments.nnodes} hosts to meet at {where}", flush=True)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
+    _end_at_second_signal()
     try:
         run.run(arguments)
     except SignalException as signalled:
         return 128 + int(signalled.sigval)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return int(failure.exitcode)
-        raise UserError(
-            f"the process of rank {rank} was ended by {failure.signal_name()}, and with it the run; where that is "
-            "SIGKILL, the host's memory most often ran out. The same command with resume_from_checkpoint=auto goes on "
-            "from the last checkpoint"
-        ) from None
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"torchrun: {type(error).__name__}: {first_line(error)}") from error
+        return _status_of(error.failures)
+    except (RuntimeError, ValueError, RendezvousError) as error:
+        raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
     return 0
+
+
+def _status_of(failures: Mapping[int, ProcessFailure]) -> int:
+    """The status of a run whose processes failed; tells of one that was killed, if the others have not.
+
+    Raises:
+        UserError: it was killed by what most often is want of memory.
+    """
+    told = [failure for failure in failures.values() if os.path.isfile(failure.error_file)]
+    if told:
+        return max(told[0].exitcode, 1)
+    # torchrun looks at all of them at once, and the others may have followed the killed one by then.
+    killed = [(rank, failure) for rank, failure in failures.items() if failure.exitcode < 0]
+    if not killed:
+        return min(failures.values(), key=lambda failure: failure.timestamp).exitcode
+    rank, failure = killed[0]
+    number = -failure.exitcode
+    line = (
+        f"rank {rank} on {socket.gethostname()} (process {failure.pid}) was ended by {failure.signal_name()}, and with "
+        f"it the run{_WHY.get(number, '')}. The same command with resume_from_checkpoint=auto goes on from the last "
+        "checkpoint"
+    )
+    if number in (signal.SIGKILL, signal.SIGBUS):
+        raise UserError(line)
+    print(f"error: {line}", file=sys.stderr)
+    return 128 + number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 1
+
+
+_WHY: dict[int, str] = {
+    signal.SIGKILL: "; most often the host's memory ran out",
+    signal.SIGBUS: "; most often shared memory ran out (/dev/shm: docker run --shm-size)",
+}
+
+
+def _mended(error: Exception, arguments: Any, hosts: int) -> str:
+    """What went wrong while processes were started, and the way out."""
+    said = first_line(error)
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return f"another program has the port ({said}): choose another with --master_port or --rdzv_endpoint"
+    if hosts > 1:
+        return (
+            f"{type(error).__name__}: {said}: {arguments.nnodes} hosts have to be started with the same --nnodes and "
+            "the same --rdzv_endpoint (or --master_addr and --master_port) of one of them, which the others can "
+            "reach; --rdzv_conf timeout=SECONDS is how long they wait for each other"
+        )
+    return f"{type(error).__name__}: {said}"
+
+
+def _end_at_second_signal() -> None:
+    """End this process and its children at the second signal: torchrun would wait for them again.
+
+    The numbers of signals come through a descriptor, so that the handlers stay torchrun's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch(kept_open: socket.socket) -> None:
+        reader.recv(1)
+        number = reader.recv(1)[0]
+        _end_children(number)
+        os._exit(128 + number)
+
+    threading.Thread(target=watch, args=(writer,), name="second signal", daemon=True).start()
+
+
+def _end_children(first: int) -> None:
+    import psutil
+
+    # Another than the first: the same one would be taken for its copy.
+    second = signal.SIGINT if first == signal.SIGTERM else signal.SIGTERM
+    children = psutil.Process().children(recursive=True)
+    for process in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(second)
+    _, left = psutil.wait_procs(children, timeout=_LAST_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _parse(options: Sequence[str]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,12 +18,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from offload.distributed import watch
 from offload.errors import UserError
 
 T = TypeVar("T")
 
-TIMEOUT = datetime.timedelta(minutes=30)
+TIMEOUT = datetime.timedelta(seconds=watch.STILLNESS)
 """How long a process waits for the others before it gives up: while one of them saves a large checkpoint."""
+
+_LATER = datetime.timedelta(minutes=1)
+"""PyTorch's own limit comes so much later than the watch, which knows who is waited for."""
 
 
 class PeerError(Exception):
@@ -128,12 +133,12 @@ class World:
             try:
                 answer[0] = function()
             except Exception as error:
-                answer[1] = error
                 _broadcast([None, _portable(error)])
+                shared(error)
                 raise
         answer = _broadcast(answer)
         if answer[1] is not None:
-            raise answer[1]
+            raise shared(answer[1])
         result: T = answer[0]
         return result
 
@@ -149,9 +154,13 @@ class World:
         try:
             yield
         except Exception as error:
-            self.greatest([status_of(error)])
+            status = status_of(error)
+            count = self.total([1, status == 2])[0]
+            if count == self.size:
+                shared(error)
             raise
-        self.check_peers(self.greatest([0.0])[0])
+        count, mendable = self.total([0, 0])
+        self.check_peers(0 if not count else 2 if mendable else 1)
 
     @staticmethod
     def check_peers(status: float) -> None:
@@ -178,6 +187,55 @@ class World:
         except RuntimeError:  # whoever keeps it is gone
             return True
 
+    # ---- when one of them fails
+
+    @property
+    def name(self) -> str:
+        """How messages call this process."""
+        return watch.name_of(self.rank, self.size, socket.gethostname())
+
+    @staticmethod
+    def is_broken() -> bool:
+        """Whether one of them is known to have failed; looks now."""
+        watched = watch.active()
+        return watched is not None and watched.is_broken()
+
+    def limit_waiting(self, seconds: float) -> None:
+        """How long processes may wait for one that does not move, before the run ends."""
+        watched = watch.active()
+        if watched is None:
+            return
+        watched.limit(seconds)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds) + _LATER)
+
+    @staticmethod
+    def note(name: str, value: str) -> None:
+        """Leave word for the processes that torchrun starts in this one's place, should this one die."""
+        if _notes is not None:
+            _notes.set(name, value)
+
+    @staticmethod
+    def noted(name: str) -> str | None:
+        """What :meth:`note` left, in this process's life or before; None where there is nothing."""
+        if _notes is None or not _notes.check([name]):
+            return None
+        value: bytes = _notes.get(name)
+        return value.decode()
+
+
+E = TypeVar("E", bound=Exception)
+
+
+def shared(error: E) -> E:
+    """Mark an error that all processes have: it is nothing of one of them."""
+    error.is_shared = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether all processes have this error."""
+    return getattr(error, "is_shared", False)
+
 
 def status_of(error: BaseException | None) -> int:
     """With which status a process ends after an error: 2 for one that the user can mend; 0 for none."""
@@ -200,6 +258,9 @@ def _portable(error: Exception) -> Exception:
 def _broadcast(value: list[Any]) -> list[Any]:
     dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
     return value
+
+
+_notes: Any = None
 
 
 def current() -> World:
@@ -225,6 +286,7 @@ def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[World]:
     Args:
         timeout: how long to wait for other processes, in any collective.
     """
+    global _notes
     if not is_launched() or dist.is_initialized():
         yield current()
         return
@@ -232,8 +294,15 @@ def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[World]:
     backend = "gloo"
     if found is not None:
         backend = f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found.type)}"
-    dist.init_process_group(backend, timeout=timeout)
-    try:
-        yield current()
-    finally:
-        dist.destroy_process_group()
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    life = f"life {watch.restarts()[0]}"  # torchrun keeps its store when it starts the processes again
+    _notes = dist.PrefixStore("offload", store.clone())
+    with watch.watching(watch.Watch(rank, size, dist.PrefixStore(f"offload/{life}", store.clone()))):
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(life, store), rank=rank, world_size=size, timeout=timeout + _LATER
+        )
+        try:
+            yield current()
+        finally:
+            dist.destroy_process_group()
+            _notes = None

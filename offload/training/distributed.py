@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from omegaconf import DictConfig
 
 from offload.checkpoints.manager import Loaded
-from offload.config.loading import AtLeast
+from offload.config.loading import Above, AtLeast
 from offload.device import DTYPES
 from offload.distributed.sharding import check_shape, find_mesh, keep_gathered, reshard, shard
 from offload.distributed.world import current
@@ -30,6 +31,9 @@ class DistributedSettings(TrainSettings):
     traffic of weights within each"""
     reduce_dtype: Literal["fp32", "bf16"] | None = "fp32"
     """in which processes sum gradients; null: in dtype. bf16 moves half the bytes"""
+    collective_timeout_minutes: Annotated[float, Above(0)] = 30.0
+    """how long processes wait for one that does not move before the run ends and names it; one that is stopped, or
+    whose host is gone, is found within two minutes"""
 
 
 class DistributedFinetuneRecipe(FinetuneRecipe):
@@ -57,6 +61,10 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
     def reads_parts(self) -> bool:
         """Whether each process reads its part of the weights from the files, once the model is divided."""
         return self.world.size > 1 and self.source.can_fill(adapts=self.adapts)
+
+    def __init__(self, settings: DistributedSettings, cfg: DictConfig) -> None:
+        super().__init__(settings, cfg)
+        self.world.limit_waiting(60 * settings.collective_timeout_minutes)
 
     @property
     def loading_device(self) -> torch.device:

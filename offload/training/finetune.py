@@ -45,6 +45,7 @@ from offload.training.optimizer import check_resumed, evaluation_weights, set_mo
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
 from offload.training.preflight import check_run
 from offload.training.reporting import Reporter
+from offload.training.restart import Restart, find_restart, note_report
 from offload.training.resume import check_fields, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
 from offload.training.seed import draw_apart, draw_seed, set_seed
@@ -73,6 +74,7 @@ class FinetuneRecipe:
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
         resumed_from: the checkpoint that this process began with.
         resumed_config: the configuration of the run that saved it.
+        restart: what was left by processes that torchrun started before these.
         world: the processes that train this model together.
         memory_before: bytes of the host that this process held before there was a model.
     """
@@ -95,6 +97,7 @@ class FinetuneRecipe:
         self.is_between_steps = True
         self.resumed_from: Path | None = None
         self.resumed_config: dict[str, Any] | None = None
+        self.restart: Restart | None = None
         self.lock: OutputLock | None = None
         self.reporter: Reporter | None = None
         self.is_profiling = False
@@ -186,20 +189,28 @@ class FinetuneRecipe:
 
     def _find_checkpoint(self) -> Loaded | None:
         """The checkpoint to go on from."""
+        self.restart = find_restart(self.world, self.output_dir)
         found = self._choose_checkpoint()
+        if self.restart is not None:
+            say(self.restart.line(None if found is None else found[0]))
+            self.cfg.resume_from_checkpoint = AUTO if self.restart.has_reported else False
         if found is None:
-            if self.settings.resume_from_checkpoint == AUTO:
+            if self.settings.resume_from_checkpoint == AUTO and not self.restart:
                 self.cfg.resume_from_checkpoint = False  # what is recorded, and whether wandb continues a run
             return None
         self.resumed_from, loaded = found
         self.resumed_config = loaded.recipe_state["config"]
-        say(f"resuming from {self.resumed_from}")
+        if self.restart is None:
+            say(f"resuming from {self.resumed_from}")
         return loaded
 
     def _choose_checkpoint(self) -> tuple[Path, Loaded] | None:
         chosen = self.settings.resume_from_checkpoint
+        if self.restart is not None and self.restart.has_saved:
+            chosen = True
         if chosen is False:
-            self._tell_of_an_earlier_run()
+            if self.restart is None:
+                self._tell_of_an_earlier_run()
             return None
         takes_newest = chosen is True or chosen == AUTO
         found = self.checkpoints.load_newest() if takes_newest else self.checkpoints.load_chosen(str(chosen))
@@ -390,12 +401,13 @@ class FinetuneRecipe:
             size=self.parts.size(),
             optimizer=self.optimizer,
             total_steps=self.total_steps,
-            resume_step=self.global_step if resumed else None,
+            resume_step=self.global_step if resumed or (self.restart and self.restart.has_reported) else None,
             tokens_seen=state.get("tokens_seen", 0),
             data=self.batches.facts,
             last_checkpoint=lambda: self.saved or self.resumed_from,
             world=self.world,
         )
+        note_report(self.world)
         if resumed:
             assert self.resumed_from is not None
             put_back_random(state, self.device, self.resumed_from, self.world)
@@ -528,7 +540,7 @@ class FinetuneRecipe:
         try:
             return next_micro_batches(batches, self.settings.gradient_accumulation_steps, self.device, self.world)
         except Exception:
-            self._fails_everywhere = True
+            self._fails_everywhere = not self.world.is_broken()
             raise
 
     def begin_step(self) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -20,6 +21,7 @@ from typing import Any
 from offload.distributed.world import World
 
 _FLUSH_SECONDS = 1.0
+_ECHO_SECONDS = 1.0
 
 
 class Interrupt:
@@ -46,13 +48,16 @@ class Interrupt:
 
     Args:
         signals: the signals to take over.
-        world: the processes that stop together. The main one prints the line.
+        world: the processes that stop together. The main one prints the line. Where there are several, a signal that
+            comes again within a second is a copy of the first.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM), *, world: World | None = None) -> None:
         self.signals = tuple(signals)
         self._world = World() if world is None else world
         self.signum: int | None = None
+        # Slurm signals the processes of a job as well as what launched them, which passes it on.
+        self._echo = _ECHO_SECONDS if self._world.size > 1 else 0.0
         self._agreed: int | None = None
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
@@ -120,19 +125,22 @@ class Interrupt:
 
     def _watch(self) -> None:
         assert self._reader is not None
-        seen = 0
+        seen, last, at = 0, 0, 0.0
         while numbers := self._reader.recv(64):
             if self._previous_wakeup >= 0:
                 with contextlib.suppress(OSError):
                     os.write(self._previous_wakeup, numbers)
             for number in numbers:
-                if number not in self._previous:
+                before, last = last, number
+                since, at = time.monotonic() - at, time.monotonic()
+                if number not in self._previous or (number == before and since < self._echo):
                     continue
                 seen += 1
                 if seen > 1:
                     _exit_now(number)
                 name = signal.Signals(number).name
-                if self._world.is_main:
+                # Torchrun sends it to those that are left when one has died: that is told elsewhere.
+                if self._world.is_main and not self._world.is_broken():
                     _write_line(f"{name}: finishing the step and saving; once more to exit at once without saving")
 
 

@@ -4,7 +4,7 @@ Exit status: 0 trained, or nothing left to train; 2 something that the user can 
 after SIGINT and SIGTERM, with a checkpoint saved. A reader that leaves (``tune run … | head``) changes nothing: the run
 goes on, saves, and ends with the status that it would have had.
 
-Of several processes that torchrun started for one recipe, the first to have something to say says it.
+Of several processes that torchrun started for one recipe, the first that fails says so, and all end with its status.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import errno
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from offload import streams
-from offload.errors import UserError
+from offload.errors import UserError, first_line
 
 
 class NothingToDo(Exception):
@@ -63,8 +65,20 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
                 print(f"error: {recipe_class.__name__} runs on one device, and torchrun started it as one of "
                       f"{os.environ['WORLD_SIZE']} processes: start it without torchrun", file=sys.stderr)  # fmt: skip
             return 2
-        with joined():
-            return _run_recipe(recipe_class, argv)
+        with contextlib.ExitStack() as stack:
+            try:
+                world = stack.enter_context(joined())
+            except RuntimeError as error:
+                if os.environ["LOCAL_RANK"] == "0":
+                    print(f"error: the processes cannot reach each other through {os.environ['MASTER_ADDR']} port "
+                          f"{os.environ['MASTER_PORT']}: {first_line(error)}", file=sys.stderr)  # fmt: skip
+                return 2
+            verdict = world.noted(_VERDICT)
+            return int(verdict) if verdict else _run_recipe(recipe_class, argv)
+
+
+_VERDICT = "verdict"
+"""The status of processes before these that ended with what starting again does not mend."""
 
 
 def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
@@ -72,7 +86,8 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
 
     from offload.config.loading import load_and_check
     from offload.config.secrets import masked_words
-    from offload.distributed.world import PeerError, current
+    from offload.distributed import watch
+    from offload.distributed.world import PeerError, current, is_shared
 
     world = current()
     _quieten()
@@ -92,14 +107,16 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         if unknown:
             name = unknown[0].lstrip("-") or "key"
             raise UserError(f"unknown option {unknown[0]}: settings are written as {name}=value")
-        cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
+        with _telling_peers():
+            cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         if argv is None:
             sys.argv[1:] = masked_words(sys.argv[1:], OmegaConf.to_container(cfg, resolve=False))
         for note in notes if world.is_main else ():
             print(f"note: {note}", file=sys.stderr)
-        recipe = recipe_class(settings, cfg)
-        status = _run(recipe)
-        world.barrier()  # the main process writes to the end
+        with _telling_peers():
+            recipe = recipe_class(settings, cfg)
+            status = _run(recipe)
+            world.barrier()  # the main process writes to the end
         return status
     except NothingToDo as done:
         if world.is_main:
@@ -125,13 +142,52 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         if _tell_of_memory(error, recipe, Path(arguments.config), arguments.overrides):
             return 2
         line = _mendable(error)
-        if not world.is_first("error"):
+        if watch.active() is None and not world.is_first("error"):
             return 1 if line is None else 2
+        is_its_own = world.size > 1 and recipe is not None and not is_shared(error) and watch.active() is not None
+        who = f"{world.name}: " if is_its_own else ""
+        watch.note_for_torchrun(f"{who}{line or f'{type(error).__name__}: {error}'}")
         if line is None:
+            if world.size > 1:
+                print(f"error: {world.name} failed, and with it the run:", file=sys.stderr)
             raise
+        world.note(_VERDICT, "2")
         for one in line.splitlines():
-            print(f"error: {one}", file=sys.stderr)
+            print(f"error: {who}{one}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _telling_peers() -> Iterator[None]:
+    """Around what this process of several may fail in: the others are told at once, and leave.
+
+    Raises:
+        PeerError: in place of an error that another process's failure led to, or that another one had first.
+    """
+    from offload.distributed import watch
+    from offload.distributed.world import PeerError
+
+    try:
+        yield
+    except (NothingToDo, SystemExit):
+        raise
+    except BaseException as error:
+        watched = watch.active()
+        if watched is None:
+            raise
+        if threading.current_thread() is threading.main_thread():
+            # Torchrun sends it to the processes that are left, which are on their way out and close their logs.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, PeerError):
+            raise
+        first = watched.cause(error)
+        if first is None:
+            line = "interrupted" if isinstance(error, KeyboardInterrupt) else _mendable(error)
+            status = 130 if isinstance(error, KeyboardInterrupt) else 1 if line is None else 2
+            first = watched.report(status, line or f"{type(error).__name__}: {first_line(error)}")
+        if first.rank != watched.rank and not isinstance(error, KeyboardInterrupt):
+            raise PeerError(first.status) from error
+        raise
 
 
 def quieten_libraries() -> None:
@@ -179,11 +235,19 @@ def _hush() -> None:
 
 
 def _run(recipe: Recipe) -> int:
+    from offload.distributed import watch
+
+    watched = watch.active()
+    if watched is not None:
+        watched.last_will = functools.partial(recipe.cleanup, 1)
     exit_code = 1
     try:
-        recipe.setup()
-        exit_code = recipe.train()
+        with _telling_peers():
+            recipe.setup()
+            exit_code = recipe.train()
     finally:
+        if watched is not None:
+            watched.leave()
         recipe.cleanup(exit_code)
     return exit_code
 

@@ -190,12 +190,18 @@ class Auto:
         self._lifted: list[Portion] = []
         self._for_cpu: list[Portion] = []
         self._share = 0.0
+        self._ring_sizes: tuple[int, int] | None = None
         self._course = self._steps()
 
     @property
     def may_use_cpu(self) -> bool:
         """Whether the CPU may come to update something."""
         return bool(self._for_cpu)
+
+    @property
+    def has_lifted(self) -> bool:
+        """Whether states were moved to the device, and could leave it."""
+        return bool(self._lifted)
 
     # What a step calls
 
@@ -250,6 +256,15 @@ class Auto:
         returns how many bytes. No more are moved to the device afterwards."""
         self._course = self._watch()
         return self._lower(nbytes)
+
+    def make_room(self) -> bool:
+        """After a torch.OutOfMemoryError: whether states left the device for it and the step under way may begin again,
+        with gradients dropped. Not where some layers were updated in its backward already, and not where other
+        processes would wait for this one."""
+        has_peers = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._engine.has_updated or (has_peers and torch.distributed.get_world_size() > 1):
+            return False
+        return self.give_back() > 0
 
     def placed(self) -> dict[str, dict[str, float]]:
         """By way of updating, ``bytes`` of states and the ``units`` that they are of, of which a share counts."""
@@ -341,7 +356,7 @@ class Auto:
         return [
             (part, key, value)
             for part in portion.slices
-            for key, value in self._states.of(part.param).items()
+            for key, value in list(self._states.of(part.param).items())  # a worker may be adding to them
             if isinstance(value, Tensor) and value.dim()
         ]
 
@@ -355,14 +370,31 @@ class Auto:
             left = min(left, self._budget - (total - left))
         return left
 
+    def _fit_ring(self) -> None:
+        """Where nothing streams any more, the staging ring's memory is for gradients; else it is there again."""
+        streams = any(portion.way == "stream" for portion in self.portions())
+        if not streams:
+            self._ring_sizes = self._ring.release(to_gradients=True) or self._ring_sizes
+        while streams and self._ring_sizes is not None:
+            try:
+                self._ring.reserve(*self._ring_sizes)
+                self._ring_sizes = None
+            except torch.OutOfMemoryError:
+                if not self._lifted:
+                    raise
+                self.lower(self._lifted[-1])
+
     def _fill(self) -> None:
         """Move states to what is left of the device's memory."""
         left, memory = self._left(), self._runtime.memory_left()
         if left is None or memory is None:
             return
         self._engine.settle()
-        room = left - SPARE * memory[1]
         movable = [portion for portion in self.portions() if portion.way == "stream" and self.is_free(portion)]
+        room = left - SPARE * memory[1]
+        without_ring = room + self._ring.staging_bytes()
+        if sum(map(self.bytes_of, movable)) <= without_ring and len(movable) == len(self.portions()):
+            self._ring_sizes, room = self._ring.release(to_gradients=False), without_ring
         # Those that the CPU may update come last, since it takes what the link has to carry otherwise.
         late = set(self._for_cpu)
         for portions in ([p for p in movable if p not in late], [p for p in movable if p in late]):
@@ -370,9 +402,10 @@ class Auto:
             choose = spread if self._in_backward else first
             for portion in choose(portions, self.bytes_of, room):
                 if not self.lift(portion):
-                    return
+                    room = 0
+                    break
                 room -= self.bytes_of(portion)
-        self._release_ring()
+        self._fit_ring()
 
     def is_free(self, portion: Portion) -> bool:
         """Whether it has states, and no rule says where any of them rests."""
@@ -404,6 +437,7 @@ class Auto:
         while self._lifted and freed < nbytes:
             freed += self.bytes_of(self._lifted[-1])
             self.lower(self._lifted[-1])
+        self._fit_ring()
         return freed
 
     def lower(self, portion: Portion) -> None:
@@ -438,12 +472,7 @@ class Auto:
         for portion in self.portions():
             if (portion.way == "host") != (portion in wanted):
                 self._change_hands(portion, to_cpu=portion.way != "host")
-        self._release_ring()
-
-    def _release_ring(self) -> None:
-        """Give the staging ring's memory to gradients, where nothing streams any more."""
-        if all(portion.way != "stream" for portion in self.portions()):
-            self._ring.release()
+        self._fit_ring()
 
     def _change_hands(self, portion: Portion, *, to_cpu: bool) -> None:
         assert self._copies is not None

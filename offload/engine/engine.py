@@ -152,6 +152,11 @@ class Engine:
         self._new_step()
         self._cover()
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether a backward of the step under way has submitted updates, which stand."""
+        return bool(self._progress.submitted)
+
     def params(self) -> Collection[nn.Parameter]:
         """Those that it takes charge of."""
         return self._pieces.keys()

@@ -80,6 +80,7 @@ class StreamPipeline(Pipeline):
         self._resident = Jobs()
         self._expected: list[Piece] = []
         self._overdue: set[Job] = set()
+        self._withheld = 0
         self._holding = True
         self._is_staging = False
 
@@ -87,16 +88,27 @@ class StreamPipeline(Pipeline):
 
     def reserve(self, states: int, gradients: int) -> None:
         """Make the staging ring, for pieces of up to so many bytes of states, and of gradients from the host."""
+        self._in_flight.set_aside(-self._withheld)
+        self._withheld = 0
         for slot in self._slots:
             slot.states = self._enlarged(slot, slot.states, states)
             slot.gradients = self._enlarged(slot, slot.gradients, gradients)
 
-    def release(self) -> None:
-        """Give the staging ring's memory to gradients until a piece has to come up again; nothing is under way."""
-        self._in_flight.set_aside(-self.staging_bytes())
+    def release(self, *, to_gradients: bool) -> tuple[int, int] | None:
+        """Let go of the staging ring, while nothing is under way; returns what :meth:`reserve` makes it again with,
+        None where there is none.
+
+        ``to_gradients``: more of them may be in flight then; else something else has the memory.
+        """
+        largest = max(slot.states.numel() for slot in self._slots), max(slot.gradients.numel() for slot in self._slots)
+        if to_gradients:
+            self._in_flight.set_aside(-self.staging_bytes())
+        else:
+            self._withheld += self.staging_bytes()
         self._states.forget_layouts()
         for slot in self._slots:
             slot.states = slot.gradients = torch.empty(0, dtype=torch.uint8)
+        return largest if any(largest) else None
 
     def submit(self, jobs: Iterable[Job]) -> None:
         with self._signal:

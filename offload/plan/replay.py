@@ -22,9 +22,11 @@ from offload.engine.runtime import Event, Runtime
 from offload.optim import cpu, gpu
 from offload.optim.formats import Item
 from offload.optimizer import OffloadOptimizer
+from offload.placing import Speeds
 from offload.plan.workload import Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator, Span
 from offload.simulation.memory import Use
+from offload.simulation.sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,7 @@ def replay(
     memory: int | None = None,
     waits_per_unit: bool = True,
     steps: tuple[int, int] = (WARM_UP, MEASURED),
+    shares_host_memory: bool = False,
     **optimizer: Any,
 ) -> Result:
     """The steady state of training on a machine.
@@ -299,6 +302,7 @@ def replay(
         memory: bytes of the device; None for as many as it takes.
         waits_per_unit: the forward waits for each unit's update; otherwise ``step()`` waits for all.
         steps: before the steady state, and in it.
+        shares_host_memory: copies over the link and the CPU's updates get together what the host's memory gives.
         **optimizer: arguments of :class:`offload.OffloadOptimizer`.
     """
 
@@ -316,7 +320,25 @@ def replay(
         return _Training(step, built.accumulate)
 
     with _counting_packed_updates():
-        return _run(machine, load, memory, build, steps)
+        return _run(machine, load, memory, build, steps, _shared(machine) if shares_host_memory else None)
+
+
+def _shared(machine: Machine) -> Sharing:
+    """The host's memory, of which each kind of work at its full speed takes a share."""
+    shares = {"up": machine.up / machine.host, "down": machine.down / machine.host, "host": 1.0}
+    return Sharing({kind: {"host's memory": share} for kind, share in shares.items()})
+
+
+def speeds_of(machine: Machine, load: Workload, *, cpu_bytes: float) -> Speeds:
+    """What strategy ``auto`` would measure there, in the shrunk model's bytes.
+
+    Args:
+        machine: rates.
+        load: what is trained.
+        cpu_bytes: of host memory, that the update of a parameter reads and writes.
+    """
+    up, down, host = (rate / load.shrink for rate in (machine.up, machine.down, machine.host))
+    return Speeds(up, down, host / cpu_bytes, host)
 
 
 def replay_compute(machine: Machine, load: Workload) -> Result:
@@ -394,9 +416,10 @@ def _run(
     memory: int | None,
     build: Callable[[SimulatedAccelerator, nn.Module], _Training],
     steps: tuple[int, int] = (WARM_UP, MEASURED),
+    sharing: Sharing | None = None,
 ) -> Result:
     warm_up, measured = steps
-    simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory)
+    simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory, sharing=sharing)
     begins: list[float] = []
     first: Use | None = None
     pins, message, place = 0, "", "construction"

@@ -23,7 +23,7 @@ from offload.metrics.flops import flops_per_token, mfu, peak_flops
 from offload.metrics.late import LateReader, LateValues
 from offload.metrics.lines import say
 from offload.metrics.log import MetricLog, read_metrics
-from offload.metrics.memory import peak_memory, peaks_of_all, reset_peak
+from offload.metrics.memory import GIB, peak_memory, peaks_of_all, reset_peak
 from offload.metrics.optimizer_label import label_of, optimizer_facts
 from offload.metrics.progress import Progress, summary
 from offload.metrics.run_record import RunRecord
@@ -243,7 +243,7 @@ class Reporter:
         if self._written is None:
             return
         rates = line.tokens.rates(self.timer.training_seconds)
-        row = {**values, "loss": loss, **rates, **times, **line.memory}
+        row = {**values, "loss": loss, **rates, **times, **line.memory, **self._placed()}
         if self._peak is not None and self._size is not None:
             peak = self._peak * self._world.size
             row["mfu"] = mfu(rates["tokens_per_second"], _flops_per_token(self._size, line.sample_length), peak)
@@ -256,6 +256,14 @@ class Reporter:
             tokens_per_second=rates["tokens_per_second"],
             memory_gib=line.memory[shown],
         )
+
+    def _placed(self) -> dict[str, float]:
+        """Where strategy ``auto`` has put the optimizer's states, and units of the model that go each way."""
+        auto = getattr(self._optimizer, "auto", None)
+        found: dict[str, float] = {}
+        for way, entry in {} if auto is None else auto.placed().items():
+            found |= {f"states/{way}_gib": entry["bytes"] / GIB, f"states/{way}_units": entry["units"]}
+        return found
 
     def _pinned(self) -> int:
         """Page-locked bytes of the optimizer, as of the last line out of 1, 2, 4, 8, …: they hardly change."""

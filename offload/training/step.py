@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from offload.config.loading import instantiate
 from offload.data.batches import Batch
+from offload.device import random_state, set_random_state
 from offload.distributed.sharding import reshard
 from offload.distributed.world import World, status_of
 from offload.engine.norms import tensor_norms, total_norm
@@ -70,6 +72,8 @@ def forward_backward(
     the gradients afterwards, wherever the optimizer keeps them. Where several processes share the step, that is by the
     labels of all of them, and what is returned is this one's part of the loss.
 
+    Where the device runs out of memory that strategy ``auto`` has taken, it gives that back, and the step begins again.
+
     Args:
         loss: model and loss.
         micro_batches: on the model's device.
@@ -82,10 +86,34 @@ def forward_backward(
     """
     if hasattr(optimizer, "measure_grad_norm"):
         optimizer.measure_grad_norm = measures_norm
-    accumulate = getattr(optimizer, "accumulate", contextlib.nullcontext)
     if num_labels is None:
         num_labels = sum(batch.num_labels for batch in micro_batches)
-    num_labels = max(1, num_labels)
+    attempt = partial(_attempt, loss, micro_batches, optimizer, activations, max(1, num_labels), prepare)
+    auto = getattr(optimizer, "auto", None)
+    if auto is None or not auto.has_lifted:
+        return attempt()
+    device = micro_batches[0].labels.device
+    before = random_state(device)
+    try:
+        return attempt()
+    except torch.OutOfMemoryError:
+        if not auto.make_room():
+            raise
+    # Not in the handler, whose traceback holds on to what the step had allocated.
+    optimizer.zero_grad()
+    set_random_state(before, device)
+    return attempt()
+
+
+def _attempt(
+    loss: SummedLoss,
+    micro_batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    activations: contextlib.AbstractContextManager[Any],
+    num_labels: int,
+    prepare: Callable[[bool], None],
+) -> Tensor:
+    accumulate = getattr(optimizer, "accumulate", contextlib.nullcontext)
     total: Tensor | None = None
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1

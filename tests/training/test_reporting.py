@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,23 @@ def test_a_line_has_the_values_of_its_own_step(tmp_path: Path, device: Simulated
     assert [row["lr"] for row in rows] == [0.5**2, 0.5**4, 0.5**6]
     assert [row["grad_norm"] for row in rows] == [20.0, 40.0, 60.0]
     assert [row["tokens_seen"] for row in rows] == [300, 1000, 2100]
+
+
+def test_a_line_tells_where_auto_has_put_states(tmp_path: Path) -> None:
+    made = optimizer()
+    placed = {"resident": {"bytes": 3 * 2**30, "units": 2.5}, "host": {"bytes": 2**29, "units": 1.0}}
+    made.auto = SimpleNamespace(placed=lambda: placed)  # type: ignore[attr-defined]
+    report = reporter(tmp_path, made)
+    report.count([BATCH], torch.ones(()), 0.1)
+    report.log(1, {})
+    report.close(0, None)
+    line = read_metrics(tmp_path)[0]
+    assert {key: line[key] for key in line if key.startswith("states/")} == {
+        "states/resident_gib": 3.0,
+        "states/resident_units": 2.5,
+        "states/host_gib": 0.5,
+        "states/host_units": 1.0,
+    }
 
 
 def test_the_optimizer_s_memory_is_asked_for_rarely(tmp_path: Path, device: SimulatedAccelerator) -> None:

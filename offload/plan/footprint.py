@@ -59,13 +59,14 @@ class Footprint:
         stages: the fullest moment from then on while the gradient that came last was of a layer, by its index, or of
             none (HEAD, TAIL).
         kept: bytes of activations when forward is done: what backward needs.
-        heap: bytes that the C library holds beyond these where tensors are the host's.
+        heap: bytes that the C library holds beyond these where tensors are the host's, in steps of one micro-batch
+            and of several.
     """
 
     before: Moment
     stages: dict[int, Moment]
     kept: int
-    heap: int = 0
+    heap: tuple[int, int] = (0, 0)
 
     @property
     def after(self) -> Moment:
@@ -87,10 +88,12 @@ class Footprint:
             return Moment(sum(parts.values()), parts, another.at)
 
         stages = {key: moment(self.stages.get(key, other.stages[key]), other.stages[key]) for key in other.stages}
-        kept, heap = (
-            int(one + share * (another - one)) for one, another in ((self.kept, other.kept), (self.heap, other.heap))
-        )
-        return Footprint(moment(self.before, other.before), stages, kept, heap)
+
+        def number(one: int, another: int) -> int:
+            return int(one + share * (another - one))
+
+        heap = (number(self.heap[0], other.heap[0]), number(self.heap[1], other.heap[1]))
+        return Footprint(moment(self.before, other.before), stages, number(self.kept, other.kept), heap)
 
 
 def without_activations(parameters: int, gradients: int) -> Footprint:
@@ -151,7 +154,8 @@ def footprint(
         del loss
         for param in module.parameters():
             param.grad = None
-    return Footprint(account.before, account.stages, kept, held_beyond_use(account.events))
+    heap = held_beyond_use(account.events), held_beyond_use(account.events, micro_batches=2)
+    return Footprint(account.before, account.stages, kept, heap)
 
 
 def _without_memory(module: nn.Module) -> None:

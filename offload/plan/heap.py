@@ -30,10 +30,13 @@ TOP_PAD = 128 << 10
 
 PAGE = 4096
 
-TAKEN = 20
-"""Remainders of each size that small objects hold at a time; of the others, those beside free chunks join them. The 7
-that a thread's cache keeps of a size are among them (``TCACHE_FILL_COUNT``); the number was chosen for the five runs of
-tiny_llama_offload that were planned first, see docs/planning.md for how it does on others."""
+CACHED = 7
+"""Chunks of a size that a thread's cache keeps; they count as in use (``TCACHE_FILL_COUNT``)."""
+
+TAKEN = 0.065
+"""Remainders of each size that small objects hold at a time, as a share of the tensors that a step makes; of the
+others, those beside free chunks join them. The number is no rule of glibc's: it was chosen for the first runs of
+scripts/plan_accuracy.py, whose record shows how it does on the others."""
 
 STEPS = 3
 """Passes over a step's tensors, after which the heap has found its shape."""
@@ -57,14 +60,18 @@ class _Chunk:
 class Heap:
     """Hands out tensors' memory as glibc does.
 
+    Args:
+        taken: remainders of each size that stay in use.
+
     Attributes:
         reserved: bytes of the heap from its start to its end, and of mappings.
         resident: of them, those that were touched.
         in_use: bytes that were asked for and not freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taken: int = CACHED) -> None:
         self.in_use = 0
+        self._most_taken = taken
         self._threshold = THRESHOLD
         self._free: list[tuple[int, int, _Chunk]] = []  # by size, then address
         self._last: _Chunk | None = None
@@ -140,7 +147,7 @@ class Heap:
         return rest
 
     def _remainder(self, chunk: _Chunk) -> None:
-        if self._taken[chunk.nbytes] < TAKEN:
+        if self._taken[chunk.nbytes] < self._most_taken:
             self._taken[chunk.nbytes] += 1
         else:
             self._join(chunk)
@@ -186,27 +193,21 @@ def held_beyond_use(events: Iterable[Event], micro_batches: int = 1) -> int:
     """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that.
 
     Args:
-        events: tensors of a micro-batch in the order in which they come and go. What is left are gradients: those of a
-            step's first micro-batch stay, others are added to them.
+        events: tensors of a micro-batch in the order in which they come and go; what is left goes at its end.
         micro_batches: of a step.
     """
-    heap, events = Heap(), list(events)
+    events = list(events)
+    made = micro_batches * sum(nbytes is not None for _, nbytes in events)
+    heap = Heap(max(CACHED, round(TAKEN * made)))
     most = used = 0
     for _ in range(STEPS):
-        gradients: list[_Chunk] = []
-        for _ in range(micro_batches):
-            chunks: dict[int, _Chunk] = {}
-            for key, nbytes in events:
-                if nbytes is not None:
-                    chunks[key] = heap.allocate(nbytes)
-                    most, used = max(most, heap.resident), max(used, heap.in_use)
-                elif key in chunks:
-                    heap.free(chunks.pop(key))
-            if gradients:
-                for chunk in chunks.values():
-                    heap.free(chunk)
-            else:
-                gradients = list(chunks.values())
-        for chunk in gradients:
+        chunks: dict[int, _Chunk] = {}
+        for key, nbytes in events:
+            if nbytes is not None:
+                chunks[key] = heap.allocate(nbytes)
+                most, used = max(most, heap.resident), max(used, heap.in_use)
+            elif key in chunks:
+                heap.free(chunks.pop(key))
+        for chunk in chunks.values():
             heap.free(chunk)
     return most - used

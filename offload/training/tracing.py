@@ -85,7 +85,7 @@ class Tracer:
             keeps: gradients stay until all are there.
         """
         key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
-               settings.enable_activation_checkpointing, keeps)  # fmt: skip
+               settings.enable_activation_checkpointing, settings.compile, keeps)  # fmt: skip
         found = self._found.setdefault(key, {})
 
         def traced(batch: int) -> Footprint:

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from offload.plan import heap
 from offload.plan.heap import Heap, held_beyond_use
 
 MIB = 1 << 20
@@ -40,10 +39,9 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the rules are glibc's")
 @pytest.mark.parametrize("seed", [0, 1])
-def test_it_grows_and_shrinks_as_glibc_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_grows_and_shrinks_as_glibc_does(seed: int) -> None:
     """In a process without small objects that take remainders, but for the cache of its thread. Whether a tensor leaves
     a remainder at its end depends on its address, which is not known here: a tensor's memory or two may differ."""
-    monkeypatch.setattr(heap, "TAKEN", 7)
     chosen = random.Random(seed)
     events: list[tuple[int, int | None]] = []
     alive: list[int] = []
@@ -68,9 +66,9 @@ def test_it_grows_and_shrinks_as_glibc_does(seed: int, monkeypatch: pytest.Monke
     assert off[len(off) // 2] < 0.1 * max(theirs)
 
 
-def test_a_hole_is_too_small_for_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def held() -> int:
-        mine = Heap()
+def test_a_hole_is_too_small_for_the_next_of_its_size() -> None:
+    def held(taken: int) -> int:
+        mine = Heap(taken)
         first = mine.allocate(31 * MIB)  # which sets the threshold when it goes
         mine.free(first)
         one, _ = mine.allocate(4 * MIB), mine.allocate(4 * MIB)
@@ -78,9 +76,8 @@ def test_a_hole_is_too_small_for_the_next_of_its_size(monkeypatch: pytest.Monkey
         mine.allocate(4 * MIB)
         return round(mine.resident / MIB)
 
-    assert held() == 12
-    monkeypatch.setattr(heap, "TAKEN", 0)  # then the hole is whole again
-    assert held() == 8
+    assert held(7) == 12
+    assert held(0) == 8  # then the hole is whole again
 
 
 def test_large_tensors_have_mappings_that_go_with_them() -> None:

@@ -232,10 +232,13 @@ def _speed(found: Any, source: str) -> str:
 
 
 def _recipe_of(path: Path) -> str:
-    """Of a user's config: an adapter's section, or a lora builder, means the recipe for adapters."""
+    """Of a user's config: an adapter's section, or a lora builder, means the recipe for adapters, and a key of several
+    processes the one for those."""
     text = path.read_text(encoding="utf-8")
     adapts = re.search(r"^adapter:\s*(#.*)?$", text, re.M) or re.search(r"_component_:.*\.q?lora_", text)
-    return "lora_finetune_single_device" if adapts else "full_finetune_single_device"
+    is_distributed = re.search(r"^(reshard_after_forward|data_parallel_replicate_dim|reduce_dtype):", text, re.M)
+    kind = registry.DISTRIBUTED if is_distributed else registry.SINGLE_DEVICE
+    return f"lora_finetune{kind}" if adapts else f"full_finetune{kind}"
 
 
 class _Run:

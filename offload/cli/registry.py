@@ -69,8 +69,9 @@ def configs_dir() -> Path:
 
 
 def our_recipes() -> dict[str, Path]:
-    """Our recipes: name to file."""
-    return {path.stem: path for path in sorted(recipes_dir().glob("*.py")) if not path.name.startswith("_")}
+    """Our recipes: name to file; those for one device first, which a config that both take is for."""
+    paths = sorted(recipes_dir().glob("*.py"), key=lambda path: (path.stem.endswith(DISTRIBUTED), path.stem))
+    return {path.stem: path for path in paths if not path.name.startswith("_")}
 
 
 def our_configs() -> dict[str, Path]:

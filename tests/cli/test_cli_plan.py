@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.cli import plan
+from offload.cli import plan, registry
 from offload.cli.main import main
 from offload.errors import UserError
 from offload.metrics.this_machine import machine_of
@@ -117,3 +117,20 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UserError, match="--ram"):
         plan.size(text, "--ram")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("tiny_llama_offload", "full_finetune_single_device"),
+        ("tiny_llama_offload_distributed", "full_finetune_distributed"),
+    ],
+)
+def test_a_file_of_the_users_is_for_one_device_unless_it_has_a_key_of_several_processes(
+    name: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((registry.configs_dir() / f"{name}.yaml").read_text())
+    assert main(["validate", str(mine)]) == 0
+    assert f"is well-formed for {recipe}" in capsys.readouterr().out
+    assert plan._recipe_of(mine) == recipe

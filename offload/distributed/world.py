@@ -80,10 +80,10 @@ class World:
                 f"device={chosen.type}, and choose among the devices with CUDA_VISIBLE_DEVICES"
             )
         count = torch.accelerator.device_count()
-        if self.local_size > count:
+        if self.local_rank >= count:  # it sees one of its own, and is 0, where torchrun was told --virtual-local-rank
             raise UserError(
-                f"--nproc_per_node {self.local_size}: this machine has {count} devices of the kind {chosen.type}, and "
-                f"each process takes one: use --nproc_per_node {count}, or device=cpu"
+                f"--nproc_per_node {self.local_size}: {count} devices ({chosen.type}) are seen here, and each "
+                f"process takes one: use --nproc_per_node {count}, or device=cpu"
             )
         torch.accelerator.set_device_index(self.local_rank)
         return torch.device(chosen.type, self.local_rank)

@@ -45,6 +45,30 @@ def test_an_epoch_can_be_entered_anywhere() -> None:
     assert [ids(batches(), 1, start) for start in range(6)] == [whole[start:] for start in range(6)]
 
 
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (4, 1), (3, 2)])
+def test_processes_share_the_batches_that_one_would_have(ranks: int, each: int) -> None:
+    whole = batches(batch_size=ranks * each)
+    shares = [batches(batch_size=each, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {len(whole)}
+    for start in (0, 2):
+        dealt = [ids(share, 1, start) for share in shares]
+        assert [sum(parts, []) for parts in zip(*dealt, strict=True)] == ids(whole, 1, start)
+
+
+def test_processes_that_no_sample_is_left_for_get_one_that_does_not_count() -> None:
+    """23 samples in batches of 3 x 4: the last one has 11, and one of 2 x 10 has 3, for the first process alone."""
+    for ranks, each in ((3, 4), (2, 10)):
+        options = {"drop_last": False, "shuffle": False}
+        (want,) = list(batches(batch_size=ranks * each, **options).epoch(0))[-1:]
+        last = [list(batches(batch_size=each, rank=rank, ranks=ranks, **options).epoch(0)) for rank in range(ranks)]
+        assert len({len(share) for share in last}) == 1
+        assert sum(share[-1].num_labels for share in last) == want.num_labels
+        assert sum(share[-1].num_tokens for share in last) == want.num_tokens
+        for share in last:
+            assert int((share[-1].labels != -100).sum()) == share[-1].num_labels
+    assert [share[-1].num_labels == 0 for share in last] == [False, True]
+
+
 def test_order_depends_on_seed_and_epoch_and_nothing_else() -> None:
     torch.manual_seed(1)
     first = ids(batches(), 0)

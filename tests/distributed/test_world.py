@@ -1,0 +1,126 @@
+"""What processes know of each other and tell each other, and which device each takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload.distributed.sharding import check_shape
+from offload.distributed.world import PeerError, World, current, status_of
+from offload.errors import UserError
+from tests.distributed.ranks import Ranks
+
+
+class _Odd(Exception):
+    """It cannot be pickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _outcome(function: Any) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "status", None)
+
+
+def _together(failing: int, error: Exception) -> None:
+    world = current()
+    with world.together():
+        if world.rank == failing:
+            raise error
+
+
+def _talk() -> dict[str, Any]:
+    world = current()
+    rank = world.rank
+    return {
+        "who": (rank, world.size, world.is_main),
+        "total": world.total([rank, 2**53 - 3 if rank == 0 else 1]),
+        "greatest": world.greatest([rank, -rank]),
+        "gathered": world.gathered({"rank": rank}),
+        "summed": world.summed(torch.tensor(float(rank))).item(),
+        "from main": _outcome(lambda: world.from_main(lambda: f"of {rank}")),
+        "mistake of main": _outcome(lambda: world.from_main(lambda: _raise(UserError("x: wrong")))),
+        "odd error of main": _outcome(lambda: world.from_main(lambda: _raise(_Odd("a", "b")))),
+        "mistake of 1": _outcome(lambda: _together(1, UserError("y: wrong"))),
+        "defect of 2": _outcome(lambda: _together(2, KeyError("z"))),
+        "nobody's": _outcome(lambda: _together(9, KeyError("z"))),
+        "first": world.is_first("word"),
+    }
+
+
+def test_what_three_processes_tell_each_other(ranks: Ranks) -> None:
+    said = ranks.run(3, _talk)
+    for rank, mine in enumerate(said):
+        assert mine["who"] == (rank, 3, rank == 0)
+        assert mine["total"] == [3, 2**53 - 1]
+        assert mine["greatest"] == [2, 0]
+        assert mine["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert mine["summed"] == 3
+        assert mine["from main"] == "of 0"
+        assert mine["mistake of main"] == ("UserError", "x: wrong", None)
+        assert mine["odd error of main"][:2] == (("_Odd", "a") if rank == 0 else ("RuntimeError", "_Odd: a"))
+        own, defect = ("UserError", "y: wrong", None), ("KeyError", "'z'", None)
+        assert mine["mistake of 1"] == (own if rank == 1 else ("PeerError", "another process failed", 2))
+        assert mine["defect of 2"] == (defect if rank == 2 else ("PeerError", "another process failed", 1))
+        assert mine["nobody's"] is None
+    assert sorted(mine["first"] for mine in said) == [False, False, True]
+
+
+def test_one_process_tells_itself_and_waits_for_nobody() -> None:
+    world = current()
+    assert world == World() and world.is_main and world.is_first("word")
+    assert world.total([2.5]) == [2.5] and world.greatest([3]) == [3] and world.gathered("x") == ["x"]
+    assert world.from_main(lambda: 7) == 7
+    with pytest.raises(KeyError), world.together():
+        raise KeyError
+    with world.together():
+        world.barrier()
+
+
+def test_status_of_errors() -> None:
+    assert [status_of(error) for error in (None, UserError("x"), KeyError("x"))] == [0, 2, 1]
+    World().check_peers(0)
+    with pytest.raises(PeerError) as caught:
+        World().check_peers(2)
+    assert caught.value.status == 2
+
+
+def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert World(5, 8, 1, 2).device(cuda) == torch.device("cuda", 1) and taken == [1]
+    assert World(5, 8, 1, 2).device(cpu) == cpu
+    assert World().device(torch.device("cuda", 1)) == torch.device("cuda", 1) and taken == [1]
+    with pytest.raises(UserError, match="use --nproc_per_node 2, or device=cpu"):
+        World(3, 4, 3, 4).device(cuda)
+    with pytest.raises(UserError, match="device: got cuda:1, and each of 4 processes takes a device of its own"):
+        World(1, 4, 1, 4).device(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "replicate", "resharding", "said"),
+    [
+        (4, 2, True, None), (4, 4, False, None), (8, 1, 4, None), (1, 3, 5, None),
+        (4, 3, True, "data_parallel_replicate_dim: got 3, expected a divisor of the 4 processes: 1, 2, 4"),
+        (8, 2, 4, "reshard_after_forward: got 4, expected True, False, or a number that divides the 4 processes"),
+        (8, 1, 3, "reshard_after_forward: got 3"), (8, 1, 1, "reshard_after_forward: got 1"),
+    ],
+)  # fmt: skip
+def test_shapes_that_processes_can_have(size: int, replicate: int, resharding: bool | int, said: str | None) -> None:
+    world = World(0, size, 0, size)
+    if said is None:
+        check_shape(world, replicate=replicate, reshard_after_forward=resharding)
+        return
+    with pytest.raises(UserError, match=said):
+        check_shape(world, replicate=replicate, reshard_after_forward=resharding)

@@ -99,8 +99,8 @@ class Members:
 
     def forget(self) -> None:
         """Let go of the parameters."""
-        # What was given to others stays theirs.
-        self.paths, self.labels, self._named = {}, {}, set()
+        for known in (self.paths, self.labels, self._named):
+            known.clear()  # in place: others have them too
 
     def exchange(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Call the parameters of ``groups``, which fit, what those before them were called."""

@@ -708,6 +708,30 @@ def test_parameters_that_were_exchanged_are_trained(
     assert slabs() is None and all(param() is None for param in old)
 
 
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+def test_parameters_are_not_kept_where_shards_are_awaited(
+    threaded: Any, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    """accelerate rids the groups of a model's parameters before it shards them one by one."""
+    monkeypatch.setattr("offload.optimizer.awaits_sharding", lambda params: True)
+    model = nn.Linear(3, 2)
+    optimizer = OffloadOptimizer(
+        model.named_parameters(), strategy=strategy, model=model, offload_states=".*", lr=0.1, fused=True
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not any(optimizer.memory_report().values())
+    whole = [weakref.ref(param) for param in model.parameters()]
+    optimizer.param_groups[0]["params"][:] = [torch.empty(1), torch.empty(1)]
+    model.weight, model.bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))
+    gc.collect()
+    assert [param() for param in whole] == [None, None]
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert float(model.bias.detach().sum()) == pytest.approx(1.8, rel=1e-2)
+
+
 def test_config_signature_joins_both_classes() -> None:
     names = OffloadOptimizer.config_signature({"optimizer_class": "torch.optim.SGD"}).parameters
     assert {"strategy", "offload_gradients", "lr", "momentum", "nesterov"} <= set(names)

@@ -28,6 +28,7 @@ from tests.distributed.training import (
     Case,
     Llama,
     device,
+    differing,
     loss_of,
     made,
     optimizer_of,
@@ -36,6 +37,7 @@ from tests.distributed.training import (
     states_of,
     train,
 )
+from tests.engine import test_races as engine_races
 
 # ---- scenarios
 
@@ -172,6 +174,75 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "reduction": (before_the_reduction, "at once"),
     "all-reduce": (before_the_reduction, "no gather"),
 }
+
+
+NOTICED = {
+    "fsdp.py:AllGatherWaits._watched.wait_and_unshard:self._wait(unit)": "in backward",
+    "engine.py:Engine.wait_to_gather:self._worker.wait(unit, keep=True)": "in backward",
+    "engine.py:Engine.wait:self._worker.wait(unit, keep=bool(self._gathers))": "at step",
+    "engine.py:Engine.wait_for_all:self.wait(unit)": "at step",
+    "engine.py:Engine.step:self.wait_for_all()": "accumulated",
+    "engine.py:Engine.settle:self._worker.settle()": "in backward",
+    "engine.py:Engine._gradient:held.arrived(param)": "clipped",
+    "stream.py:StreamPipeline.settle:super().settle()": "in backward",
+    "stream.py:StreamPipeline.settle:self._last_rested.synchronize()": "in backward",
+    "stream.py:StreamPipeline._stage:after[slot.freed]": "in backward",
+    "stream.py:StreamPipeline._update:self._runtime.wait(job.ready)": "clipped",
+    "stream.py:StreamPipeline._update:self._runtime.wait(slot.filled)": "in backward",
+    "stream.py:StreamPipeline._update.down:after[updated]": "in backward",
+    "stream.py:StreamPipeline._update:slot.freed.synchronize()": "in backward",
+    "stream.py:StreamPipeline._bring_gradients:after[from_host[part].arrived()]": "clipped",
+    "stream.py:StreamPipeline._bring_gradients:from_host[part].arrived()": "clipped",
+    "host.py:HostPipeline._update:slot.filled.synchronize()": "at step",
+    "accumulation.py:HostGradients._work_once:addition.filled.synchronize()": "accumulated",
+    "accumulation.py:HostGradients._bring:after[self._runtime.record()]": "accumulated",
+    "pipeline.py:Pipeline.settle:while self._is_busy() and self._error is None: wait": "at step",
+    "pipeline.py:Pipeline.wait:while self._open[unit] and self._error is None: wait": "in backward",
+    "pipeline.py:Pipeline.wait:self._runtime.wait(event)": "in backward",
+    "pipeline.py:Pipeline.settle:self._last_update.synchronize()": "at step",
+    "host.py:HostPipeline._update:job.gradients[part.param].arrived()": "accumulated",
+    "host.py:HostPipeline._update:job.gradients[part.param].arrived().synchronize()": "accumulated",
+    "host.py:HostPipeline._bring_gradients:after[job.ready]": "at step",
+    "accumulation.py:HostGradients.take:after[self._runtime.record()]": "clipped",
+    "accumulation.py:HostGradients.arrived:self._wait_for(param)": "accumulated",
+}
+"""The engine's waits that the schedule over shards needs too, and a scenario that notices when one is missing. That all
+of its waits are needed is shown in tests/engine/test_races.py."""
+
+
+def noticed(waits: list[str]) -> dict[str, tuple[str, str]]:
+    """What the scenarios say with every wait, and without one."""
+    found = {}
+    complete: dict[str, list[Tensor] | str] = {}
+    for name in waits:
+        which = NOTICED[name]
+        if which not in complete:
+            complete[which] = outcome(warm(which))
+        wanted = complete[which]
+        if isinstance(wanted, str):
+            found[name] = wanted, ""
+            continue
+        (module,) = {wait.module for wait in engine_races.WAITS if wait.name == name}
+        (wait,) = [wait for wait in engine_races.find_waits(module) if wait.name == name]
+        with pytest.MonkeyPatch.context() as patch:
+            engine_races.without(wait, patch)
+            got = outcome(SCENARIOS[which])
+        found[name] = "", got if isinstance(got, str) else differing(got, wanted)
+    return found
+
+
+BY_FILE: dict[str, list[str]] = {}
+for _name in NOTICED:
+    BY_FILE.setdefault(_name.partition(":")[0], []).append(_name)
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=() if file == "fsdp.py" else pytest.mark.slow) for file in BY_FILE]
+)
+def test_removing_a_wait_fails_a_scenario(ranks: Ranks, file: str) -> None:
+    for found in ranks.run(2, noticed, BY_FILE[file]):
+        assert {name: complete for name, (complete, _) in found.items() if complete} == {}
+        assert [name for name, (_, without) in found.items() if not without] == []
 
 
 def races(name: str) -> tuple[str, str]:

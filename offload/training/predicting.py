@@ -127,7 +127,7 @@ class Predictor:
 
     def _shape(self, settings: TrainSettings, plan: Plan, dtype: torch.dtype, *, on_gpu: bool) -> _Shape:
         sections = settings.model, settings.loss, getattr(settings, "adapter", None)
-        key = (*map(id, sections), dtype, on_gpu, settings.enable_activation_checkpointing)
+        key = (*map(id, sections), dtype, on_gpu, settings.enable_activation_checkpointing, settings.compile)
         if key not in self._shapes:
             parts, rounded = self._planner.model_of(settings, dtype)
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):

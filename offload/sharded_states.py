@@ -70,12 +70,17 @@ def for_loading(state_dict: dict[str, Any], params: Sequence[Tensor]) -> dict[st
 
 class _Parts(Mapping[Any, dict[str, Any]]):
     """States of a ``state_dict`` with this rank's parts of those of distributed parameters, each made when it is asked
-    for: they may be on a disk."""
+    for: they may be on a disk.
+
+    Attributes:
+        checks_shapes: asking for a state refuses one of another shape than its parameter's.
+    """
 
     def __init__(self, state_dict: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         self._states = state_dict["state"]
         self._groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
         self._params = dict(_distributed(state_dict, params))
+        self.checks_shapes = len(self._params) == len(self._states)
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         state, param = self._states[index], self._params.get(index)

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.tensor import Replicate, Shard
 
+from offload.errors import UserError
 from offload.models.huggingface import checkpoint as huggingface_checkpoint
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.huggingface.loading import from_pretrained
@@ -99,6 +100,32 @@ def test_transformers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         want = weights.whole_of(alone.module)
         assert [differing(result[number], want) for result in results] == [[]] * 3, folder
         assert differing_files(Path(many), one) == [], folder
+
+
+TIED_ACROSS_LAYERS = ("zamba", "zamba2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name not in families.REFUSED])
+def test_every_family_of_transformers(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    families.save(family, tmp_path / "base")
+    try:
+        alone = from_pretrained(tmp_path / "base", device=weights.CPU, dtype=torch.float32)
+    except UserError as error:
+        pytest.skip(str(error))
+    case = (str(tmp_path / "base"), str(tmp_path / "many"), torch.float32)
+    if family in TIED_ACROSS_LAYERS:
+        with pytest.raises(RuntimeError, match="is tied to a weight of another layer"):
+            ranks.run(2, weights.huggingface_there_and_back, [case])
+        return
+    (result,) = ranks.run(2, weights.huggingface_there_and_back, [case])[0]
+    assert differing(result, weights.whole_of(alone.module)) == []
+    format = HuggingFaceFormat(tmp_path / "base")
+    format.model = alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_checkpoint, "SHARD_BYTES", weights.SHARD_BYTES)
+        format.write_model(tmp_path / "one", alone.module.state_dict(), lambda file: None)
+    assert differing_files(tmp_path / "many", tmp_path / "one") == []
 
 
 def test_adapters(ranks: Ranks, tmp_path: Path) -> None:

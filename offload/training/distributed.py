@@ -15,6 +15,7 @@ from offload.distributed.sharding import check_shape, find_mesh, keep_gathered, 
 from offload.distributed.world import current
 from offload.errors import UserError
 from offload.metrics.lines import say
+from offload.plan.budget import Sharding
 from offload.training.finetune import FinetuneRecipe
 from offload.training.settings import TrainSettings
 
@@ -75,6 +76,12 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
         """Before a micro-batch: weights that are not given back after forward stay for the next one, if one comes."""
         if self.settings.reshard_after_forward is False:
             keep_gathered(self.model, not is_last)
+
+    @property
+    def sharding(self) -> Sharding:
+        settings = self.settings
+        ranks = self.world.size // settings.data_parallel_replicate_dim
+        return Sharding(ranks, bool(settings.reshard_after_forward))
 
     def divide(self) -> None:
         """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +37,8 @@ from offload.metrics.run_record import read_run, remove_leftover
 from offload.models.protocol import CausalLM
 from offload.models.size import num_elements
 from offload.models.source import find_source
+from offload.plan.budget import Sharding
+from offload.training import hindsight
 from offload.training.activations import prepare_activations
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
@@ -651,10 +653,36 @@ class FinetuneRecipe:
             if self.is_profiling:
                 self.profiler.stop()
             if self.reporter is not None:
-                self.reporter.close(exit_code, self.saved, best=self.checkpoints.best)
+                is_compared = exit_code == 0 and self._is_compared(self.reporter)
+                expect = self._expect if is_compared else None
+                self.reporter.close(exit_code, self.saved, best=self.checkpoints.best, expect=expect)
         finally:
             if self.lock is not None:
                 self.lock.release()
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the model is divided among processes, for the planner."""
+        return Sharding(1)
+
+    def _is_compared(self, reporter: Reporter) -> bool:
+        asked = self.settings.compare_with_plan
+        timer = reporter.timer
+        trained = sum(spent for phase, spent in timer.totals.items() if phase not in timer.EXCLUDED)
+        return trained >= hindsight.LEAST_SECONDS if asked is None else asked
+
+    def _expect(self, measured: Mapping[str, float]) -> hindsight.Expected:
+        settings = self.settings
+        sequences = settings.batch_size * settings.gradient_accumulation_steps * self.world.size
+        return hindsight.expect(
+            settings,
+            self.device,
+            self.dtype,
+            adapts=self.adapts,
+            memory_before=self.memory_before,
+            sharding=self.sharding,
+            tokens_per_sequence=measured["tokens"] / (measured["steps"] * sequences),
+        )
 
 
 def _in_one_line(text: str) -> str:

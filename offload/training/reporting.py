@@ -18,6 +18,7 @@ from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
 from offload.data.batches import Batch
 from offload.distributed.world import World
+from offload.errors import UserError
 from offload.metrics.environment import environment
 from offload.metrics.flops import flops_per_token, mfu, peak_flops
 from offload.metrics.late import LateReader, LateValues
@@ -31,6 +32,7 @@ from offload.metrics.run_summary import summarise
 from offload.metrics.timing import Lap, StepTimer, Throughput, TokenCount
 from offload.metrics.wandb_logger import WandBLogger
 from offload.models.size import Size
+from offload.training.hindsight import Expected
 from offload.training.step import check_finite
 
 
@@ -272,13 +274,21 @@ class Reporter:
             self._pinned_bytes = sum(self._optimizer.memory_report().get("pinned_host", {}).values())
         return self._pinned_bytes
 
-    def close(self, exit_code: int, checkpoint: Path | None, *, best: Path | None = None) -> None:
+    def close(
+        self,
+        exit_code: int,
+        checkpoint: Path | None,
+        *,
+        best: Path | None = None,
+        expect: Callable[[Mapping[str, float]], Expected] | None = None,
+    ) -> None:
         """End the logs; print the summary of a run that ended well or was interrupted.
 
         Args:
             exit_code: the run's status.
             checkpoint: the last one that was saved.
             best: that of the best evaluation, where it is kept.
+            expect: tells what a run with these measured values should have taken; None where nobody asks.
         """
         failed = exit_code not in (0, 130, 143)
         rest: dict[str, float] = {}
@@ -292,13 +302,15 @@ class Reporter:
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             log.restore()
             values = summarise(read_metrics(log.path), rest)
+            notes = [] if failed or expect is None else _compared(expect, values)
             log.log_summary(values)
             self._written.record.finish(exit_code, values)
         self._written.progress.close()
         log.close(exit_code)
         if failed:
             return
-        notes = [] if best is None else [("best", str(best))]
+        if best is not None:
+            notes.append(("best", str(best)))
         note = mirror.note() if isinstance(mirror, WandBLogger) else None
         if note is not None:
             notes.append(note)
@@ -314,6 +326,18 @@ class Reporter:
                 notes=notes,
             )
         )
+
+
+def _compared(expect: Callable[[Mapping[str, float]], Expected], values: dict[str, float]) -> list[tuple[str, str]]:
+    """What was expected, as lines for the summary; its numbers are added to the measured ones."""
+    try:
+        expected = expect(values)
+    except Exception as error:  # the run is done and saved, whatever the planner makes of it
+        first = next(iter(str(error).splitlines()), "")
+        return [("predicted", f"nothing, since {first if isinstance(error, UserError) else repr(error)}")]
+    lines = expected.lines(values)
+    values |= expected.values()
+    return lines
 
 
 def _flops_per_token(size: Size, sample_length: float) -> float:

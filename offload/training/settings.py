@@ -142,6 +142,9 @@ class TrainSettings:
     """where the metrics go beside metrics.jsonl; null: nowhere"""
     log_every_n_steps: Annotated[int, AtLeast(1)] = 1
     """optimizer steps from one line of metrics to the next"""
+    compare_with_plan: bool | None = None
+    """tell at the end what tune plan would have said of this run, beside what was measured; null: of runs that train
+    for longer than a minute"""
     profiler: Component | None = None
     """torch.profiler's traces, where enabled"""
 

@@ -215,6 +215,20 @@ def test_goes_on_with_another_number_of_processes(
     assert lines(folder)[-1]["tokens_seen"] == lines(unbroken)[-1]["tokens_seen"]
 
 
+def test_an_adapter_goes_on_with_another_number_of_processes(
+    ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    common = ["max_steps_per_epoch=4", "save_every_n_steps=2", "evaluation=null"]
+    whole = run_distributed(ranks, workspace, 2, "lora", tmp_path / "whole", "batch_size=4", *common)
+    rest = tmp_path / "rest"
+    rest.mkdir()
+    shutil.copytree(whole / "step_2", rest / "step_2")
+    run_distributed(ranks, workspace, 4, "lora", rest, "batch_size=2", "resume_from_checkpoint=True", *common)
+    for method in ("lora", "full"):  # the adapter, and the merged model
+        mine, theirs = trained(rest, 4, method), trained(whole, 4, method)
+        assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
 def test_a_batch_of_another_size_is_told(unbroken: Path, ranks: Ranks, workspace: Workspace, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     shutil.copytree(unbroken / "step_2", tmp_path / "run/step_2")
@@ -246,6 +260,17 @@ def test_a_process_that_gets_no_data_stops_all_and_the_steps_before_are_saved(
     assert [status for status, *_ in results] == [2, 2]
     assert _told(results) == ["error: dataset: the disk is gone"]
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_2"]
+
+
+def test_weights_that_are_no_numbers_are_told_once_and_not_saved(
+    ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    overrides = ["optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null", "log_every_n_steps=50"]
+    results = listen(ranks, workspace, 2, tmp_path / "run", *overrides, "max_steps_per_epoch=3")
+    assert [status for status, *_ in results] == [2, 2]
+    (line,) = _told(results)
+    assert "nothing was saved" in line
+    assert not list((tmp_path / "run").glob("step_*"))
 
 
 @pytest.mark.parametrize("planted", ["", "tokenizer"])

@@ -24,21 +24,20 @@ from offload.base_class import (
 )
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import PartialStep, place, state_blocks, step_alone
-from offload.engine.both import Both
+from offload.engine.both import pipelines
 from offload.engine.engine import Engine, Schedule
 from offload.engine.forecast import Forecast, Form, forecast, kind_of
-from offload.engine.host import HostCopies, HostPipeline
+from offload.engine.host import HostCopies
 from offload.engine.in_flight import InFlight
 from offload.engine.memory import HostMemory, padded
 from offload.engine.model import weakly
 from offload.engine.norms import clip_coefficient
-from offload.engine.pipeline import Pipeline
 from offload.engine.placement import Placement
 from offload.engine.runtime import HostRuntime, Runtime, free_pinned, runtime_for
 from offload.engine.shards import LocalParameters, first_element, has_blocks, is_distributed
 from offload.engine.states import States
-from offload.engine.stream import SLOTS, StreamPipeline
-from offload.engine.units import Slice, Unit, build_units, components
+from offload.engine.stream import SLOTS
+from offload.engine.units import Slice, Unit, build_units
 from offload.errors import UserError
 from offload.exchange import Group, Members, awaits_sharding
 from offload.groups import as_groups, tensors_of
@@ -256,20 +255,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         step = PartialStep(self.base_optimizer)
         self._folds = step.folds
         self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
-        self._on_cpu: HostPipeline | None = None
-        self._on_device: StreamPipeline | None = None
-        if self._copies is not None:
-            apart = PartialStep(self.base_optimizer)  # of that thread's own
-            ahead = AHEAD if self.strategy == "auto" else 0.5
-            self._on_cpu = HostPipeline(
-                runtime, self._in_flight, apart, self._states, self._copies, self._memory, ahead=ahead
-            )
-        if self.strategy != "host" and not is_immediate:
-            on_default = launches_on_default_stream(self._base_class)
-            self._on_device = StreamPipeline(runtime, self._in_flight, step, self._states, on_default=on_default)
-        self._worker: Pipeline | Both | None = self._on_device or self._on_cpu
-        if self._on_device is not None and self._on_cpu is not None:
-            self._worker = Both(self._on_device, self._on_cpu)
+        self._on_device, self._on_cpu, self._worker = pipelines(
+            runtime,
+            self._in_flight,
+            step,
+            self._states,
+            self._memory,
+            self._copies,
+            updates_on_device=self.strategy != "host" and not is_immediate,
+            on_default=launches_on_default_stream(self._base_class),
+            ahead=AHEAD if self.strategy == "auto" else 0.5,
+        )
         this = weakref.ref(self)
         self._engine = Engine(
             runtime,
@@ -789,22 +785,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ``optimizer_state``. The caller's own parameters and gradients are not counted; on the device, ``gradients`` is
         the most that was held at a time for updates in backward and copies to the host. Nothing is waited for.
         """
-        report = self._memory.report()
-        on_device = report.setdefault("device", {})
+        held = []
         for param, state in list(self.base_optimizer.state.items()):
-            for key, value in list(state.items()):
-                path = self._members.paths.get(self._resting.device(param), "")
-                if isinstance(value, Tensor) and not self._states.is_counted(key, value, path):
-                    # Without a device of its own, strategy resident plays one.
-                    is_host = self._is_on_host(value) and self.strategy != "resident"
-                    purposes = report.setdefault("host", {}) if is_host else on_device
-                    nbytes = sum(component.nbytes for component in components(value))
-                    purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + nbytes
-        if self._on_device is not None:
-            on_device["staging"] = self._on_device.staging_bytes()
-        on_device["gradients"] = self._in_flight.peak
-        kept = {kind: {purpose: nbytes for purpose, nbytes in p.items() if nbytes} for kind, p in report.items()}
-        return {kind: purposes for kind, purposes in kept.items() if purposes}
+            path = self._members.paths.get(self._resting.device(param), "")
+            values = [(key, value) for key, value in list(state.items()) if isinstance(value, Tensor)]
+            held += [value for key, value in values if not self._states.is_counted(key, value, path)]
+        # Without a device of its own, strategy resident plays one.
+        is_on_host = (lambda _: False) if self.strategy == "resident" else self._is_on_host
+        staging = 0 if self._on_device is None else self._on_device.staging_bytes()
+        return self._memory.report_with(held, is_on_host, {"staging": staging, "gradients": self._in_flight.peak})
 
 
 def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:

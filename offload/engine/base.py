@@ -129,6 +129,10 @@ class PartialStep:
         if apart is not None:
             apart()
 
+    def apart(self) -> PartialStep:
+        """The same for another thread."""
+        return PartialStep(self._base)
+
     def __call__(self, entries: Sequence[Entry], groups: Hyperparameters, scale: Tensor | None = None) -> None:
         """Update every entry with its gradient; states change in place.
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload.engine.host import HostPipeline
-from offload.engine.pipeline import Job
+from offload.engine.base import PartialStep
+from offload.engine.host import HostCopies, HostPipeline
+from offload.engine.in_flight import InFlight
+from offload.engine.memory import HostMemory
+from offload.engine.pipeline import Job, Pipeline
+from offload.engine.runtime import Runtime
+from offload.engine.states import States
 from offload.engine.stream import StreamPipeline
 from offload.engine.units import Piece, Unit
 
@@ -48,3 +53,38 @@ class Both:
         """Finish what was submitted and end both threads."""
         self.device.close()
         self.host.close()
+
+
+def pipelines(
+    runtime: Runtime,
+    in_flight: InFlight,
+    step: PartialStep,
+    states: States,
+    memory: HostMemory,
+    copies: HostCopies | None,
+    *,
+    updates_on_device: bool,
+    on_default: bool,
+    ahead: float,
+) -> tuple[StreamPipeline | None, HostPipeline | None, Pipeline | Both | None]:
+    """What updates on the device, what on the CPU, and what jobs are handed to; None for what is not needed.
+
+    Args:
+        runtime: streams of the device.
+        in_flight: holds the device tensors that queued work uses.
+        step: runs the base optimizer on part of its parameters.
+        states: theirs.
+        memory: of the host.
+        copies: of parameters that the CPU updates; None where it updates none.
+        updates_on_device: anything is updated there.
+        on_default: see :class:`StreamPipeline`.
+        ahead: see :class:`HostPipeline`.
+    """
+    device = host = None
+    if updates_on_device:
+        device = StreamPipeline(runtime, in_flight, step, states, on_default=on_default)
+    if copies is not None:
+        # Each thread steps an instance of its own.
+        own = step.apart() if updates_on_device else step
+        host = HostPipeline(runtime, in_flight, own, states, copies, memory, ahead=ahead)
+    return device, host, Both(device, host) if device is not None and host is not None else device or host

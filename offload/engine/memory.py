@@ -10,12 +10,13 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from offload.engine.runtime import Runtime
+from offload.engine.units import components
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest vector register (AVX-512)."""
@@ -190,6 +191,26 @@ class HostMemory:
     def report(self) -> dict[str, dict[str, int]]:
         """Bytes handed out, as ``{memory kind: {purpose: bytes}}``, slabs at their full size."""
         return {kind: dict(purposes) for kind, purposes in self._bytes.items()}
+
+    def report_with(
+        self, states: Iterable[Tensor], is_on_host: Callable[[Tensor], bool], on_device: Mapping[str, int]
+    ) -> dict[str, dict[str, int]]:
+        """:meth:`report` with what was allocated elsewhere, without what is empty.
+
+        Args:
+            states: of an optimizer.
+            is_on_host: tells whether a tensor is; the others are on the device.
+            on_device: bytes there, by purpose.
+        """
+        report = self.report()
+        there = report.setdefault("device", {})
+        for state in states:
+            purposes = report.setdefault("host", {}) if is_on_host(state) else there
+            nbytes = sum(component.nbytes for component in components(state))
+            purposes["optimizer_state"] = purposes.get("optimizer_state", 0) + nbytes
+        there.update(on_device)
+        kept = {kind: {purpose: nbytes for purpose, nbytes in p.items() if nbytes} for kind, p in report.items()}
+        return {kind: purposes for kind, purposes in kept.items() if purposes}
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -16,29 +16,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from pages import MODELS, ROOT, write_table
-from peak_memory import CARDS as MEASURED_CARDS
-from torch import Tensor, nn
+from torch import nn
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from offload import torchao_shim
 from offload.cli import registry
-from offload.config.loading import instantiate
-from offload.models.huggingface import AdaptedModel, HuggingFaceModel, published
-from offload.models.huggingface.head import Head
-from offload.plan.footprint import PARAMETERS, footprint
-from offload.training.loss import LinearCrossEntropyLoss
+from offload.cli.validate import load_recipe
+from offload.config.loading import load_and_check
+from offload.models.protocol import CausalLM
+from offload.models.source import describe
+from offload.plan.budget import CONTEXT
+from offload.plan.cards import CARDS as KNOWN_CARDS
+from offload.plan.footprint import PARAMETERS
+from offload.tiny import register_resolvers
+from offload.training.budgeting import NF4_BYTES
+from offload.training.settings import TrainSettings
+from offload.training.tracing import Tracer
 
 torchao_shim.install()
 
@@ -48,13 +49,10 @@ GIB = 2**30
 
 METHODS = ("offload", "lora", "qlora")
 CARDS = {
-    **{8: 7.63 - 0.45, 12: 11.63 - 0.45},
-    **{int(name.split()[0]): gib for name, gib in MEASURED_CARDS.items()},
-    **{32: 31.36 - 0.45, 48: 44.40 - 0.45, 80: 79.10 - 0.45},
+    size: min(card.reported for card in KNOWN_CARDS if card.nominal == size and card.reported) - CONTEXT / GIB
+    for size in (8, 12, 16, 24, 32, 48, 80)
 }
-"""GiB for PyTorch by a card's GB: what torch reports as the total of an RTX 4060, 3060, 5090, an L40S and an H100, less
-the CUDA context; 16 and 24 as in peak_memory.py."""
-CARDS = dict(sorted(CARDS.items()))
+"""GiB for PyTorch by a card's GB: the least total that torch was seen to report of one, less the CUDA context."""
 FRAGMENTED = 0.7
 """GiB that PyTorch's allocator holds besides what is in use: 14.97 for 14.31 in peak_memory.py."""
 
@@ -63,8 +61,6 @@ OTHER_RAM = 8.0
 """GiB of the host for Python, CUDA, data, pages of files that are read and written, and the system."""
 USABLE_RAM = 0.95
 
-NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
-"""Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales (https://arxiv.org/abs/2305.14314)."""
 ADAPTER_BYTES = 8
 """Per parameter of an adapter in bf16: weight, gradient, two moments."""
 STATE_BYTES = 4 + 8 / 256
@@ -113,32 +109,6 @@ class Memory:
         return next(size for size in RAM if self.host + OTHER_RAM * GIB <= size * USABLE_RAM * GIB)
 
 
-# ---- counting ----------------------------------------------------------------------------------------------
-
-
-def working_memory(model: Any, tokens: int, batch: int, chunks: int, *, checkpointing: bool) -> int:
-    """Bytes of activations, and gradients before the optimizer or the adapter has them, in one step at most.
-
-    Args:
-        model: of the meta device, in parts.
-        tokens: of a sequence.
-        batch: sequences.
-        chunks: of the loss.
-        checkpointing: layers run again in backward.
-    """
-    if checkpointing:
-        model.checkpoint_activations()
-
-    def step() -> Tensor:
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
-        hidden = model.hidden({"tokens": ids})
-        loss: Tensor = LinearCrossEntropyLoss(chunks)(hidden, ids, ids.numel(), model.head, model.head_parameters())
-        return loss
-
-    counted = footprint(model.module, step, keeps_gradients=False)
-    return counted.peak() - counted.before.parts[PARAMETERS]
-
-
 # ---- configs -----------------------------------------------------------------------------------------------
 
 
@@ -153,63 +123,17 @@ def configs() -> dict[str, Path]:
     }
 
 
-@contextmanager
-def _untried_heads() -> Iterator[None]:
-    """A model without weights cannot be tried."""
-    with mock.patch.object(Head, "is_whole", lambda *_: True):
-        yield
-
-
-def build(config: DictConfig, name: str) -> Any:
-    """The config's model in parts, on the meta device in bf16, with its adapter."""
-    from offload.models.torchtune import AdaptedTorchtuneModel, TorchtuneModel
-    from offload.models.torchtune.building import build_model
-    from offload.models.torchtune.lora import prepare_adapter
-
-    model, _, method = name.rpartition("_")
-    if config.model._component_ != "offload.models.huggingface.from_pretrained":
-        decoder = build_model(config.model, device=torch.device("meta"), dtype=torch.bfloat16)
-        _build_caches(decoder)
-        if method != "lora":
-            return TorchtuneModel(decoder)
-        prepare_adapter(decoder)
-        return AdaptedTorchtuneModel(decoder)
-    module = _published(model)
-    with _untried_heads():
-        base = HuggingFaceModel(module)
-        return base if method == "offload" else AdaptedModel(base, instantiate(config.adapter))
-
-
-def _published(model: str) -> Any:
-    """One of transformers' models on the meta device in bf16."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
-            published.config_of(published.MODELS[model].config), dtype=torch.bfloat16
-        )
-    return module.train()
-
-
-def in_4bit(model: str) -> list[int]:
-    """Parameters of each linear layer that bitsandbytes takes: all but those tied, and the head."""
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    module = _published(model)
-    kept = set(get_keys_to_not_convert(module))
-    return [
-        each.weight.numel() for name, each in module.named_modules() if isinstance(each, nn.Linear) and name not in kept
-    ]
-
-
-def _build_caches(decoder: nn.Module) -> None:
-    """The rotations of Llama 3.1, which torchtune leaves out on the meta device because their values need memory."""
-    with torch.device("meta"):
-        for module in decoder.modules():
-            if getattr(module, "is_cache_built", True) is False:
-                module.register_buffer("theta", torch.empty(module.dim // 2), persistent=False)
-                module.build_rope_cache(module.max_seq_len)
-                module.is_cache_built = True
+def described(name: str, path: Path) -> tuple[CausalLM, list[nn.Parameter], TrainSettings]:
+    """The config's model in parts, on the meta device in bf16, with its adapter; those of its weights that 4 bits
+    hold; and its settings."""
+    register_resolvers()
+    schema: Any = load_recipe(registry.find_recipe(registry.recipe_of_config(name)).path).Settings
+    settings: TrainSettings
+    _, settings = load_and_check(path, [], schema, [])
+    adapter = getattr(settings, "adapter", None)
+    found = describe(settings.model, adapter, torch.bfloat16, adapts=name.endswith("lora"))
+    assert found is not None
+    return *found, settings
 
 
 def compute(name: str, path: Path, *, working: int | None = None) -> Memory:
@@ -220,27 +144,25 @@ def compute(name: str, path: Path, *, working: int | None = None) -> Memory:
         path: its file.
         working: bytes, where they have been counted before.
     """
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
-    model = build(config, name)
+    model, in_4bit, settings = described(name, path)
     params = dict(model.module.named_parameters())
     is_lora = name.endswith("lora")
-    rounded = in_4bit(name.rpartition("_")[0]) if name.endswith("_qlora") else []
+    rounded = [param.numel() for param in in_4bit]
     trained = sum(param.numel() for param in params.values() if param.requires_grad)
     parameters = sum(param.numel() for param in params.values()) - (trained if is_lora else 0)
-    length, batch = config.tokenizer.max_seq_len, config.batch_size
+    length = int(settings.tokenizer.max_seq_len)
     if working is None:
-        chunks, checkpointing = config.loss.num_output_chunks, config.enable_activation_checkpointing
-        working = working_memory(model, length, batch, chunks, checkpointing=checkpointing)
+        counted = Tracer().count(model, settings, torch.bfloat16, length, keeps=False)
+        working = counted.peak() - counted.before.parts[PARAMETERS]
         working += 2 * max(rounded, default=0)  # a weight that is computed with
     return Memory(
         parameters=parameters,
         trained=trained,
-        tokens=length * batch,
+        tokens=length * settings.batch_size,
         in_4bit=sum(rounded),
         weights=2 * (parameters - sum(rounded)) + int(NF4_BYTES * sum(rounded)),
         adapter=ADAPTER_BYTES * trained if is_lora else 0,
-        in_flight=0 if is_lora else int(config.optimizer.in_flight_gib * GIB),
+        in_flight=0 if is_lora else int(settings.optimizer.in_flight_gib * GIB),
         working=working,
         host=0 if is_lora else int(STATE_BYTES * trained),
     )

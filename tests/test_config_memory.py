@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from offload.models.huggingface import published
+from offload.plan.footprint import PARAMETERS, footprint
+from offload.training.loss import LinearCrossEntropyLoss
 
 CONFIGS = configs()
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -108,7 +110,16 @@ def test_tensors_count_while_they_live_and_weights_do_not() -> None:
     words, dim = 50_000, 512
     with torch.device("meta"):
         model = _TwoLayers(words, dim)
-    peak = config_memory.working_memory(model, tokens=4, batch=1, chunks=1, checkpointing=False)
+
+    def step() -> torch.Tensor:
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        loss: torch.Tensor = LinearCrossEntropyLoss(1)(
+            model.hidden({"tokens": ids}), ids, 4, model.head, model.head_parameters()
+        )
+        return loss
+
+    counted = footprint(model, step, keeps_gradients=False)
+    peak = counted.peak() - counted.before.parts[PARAMETERS]
     # In the loss: of the head, one gradient, beside four tokens' logits and theirs.
     assert peak == pytest.approx(4 * words * (dim + 1), rel=0.05)
 

@@ -21,7 +21,7 @@ def test_the_planner_says_what_is_recorded() -> None:
 
 def test_published_runs_are_reproduced() -> None:
     off = [row["off_percent"] for row in RECORD]
-    assert len(off) == len(published_memory.RUNS) and max(map(abs, off)) < 7
+    assert len(off) == len(published_memory.RUNS) and max(map(abs, off)) < 8
     assert abs(off[0]) < 1 and abs(off[3]) < 1
 
 

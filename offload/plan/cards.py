@@ -54,7 +54,7 @@ class Card:
 _GEFORCE = "https://www.nvidia.com/en-us/geforce/graphics-cards/{}/"
 _CENTRE = "https://www.nvidia.com/en-us/data-center/{}/"
 _STATION = "https://www.nvidia.com/en-us/design-visualization/{}/"
-_TOTALS = "scripts/config_memory.py: torch's total on such a card"
+_TOTALS = "torch's total on such a card, as its messages have it; of which machine was not kept"
 
 CARDS = (
     Card("RTX 3060 12GB", 12, _TOTALS, 360, reported=11.63, sheet=_GEFORCE.format("30-series/rtx-3060-3060ti")),

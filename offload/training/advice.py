@@ -25,8 +25,8 @@ TOLD = 3
 LEAST = 0.01
 """Share of what a run takes that is worth an override."""
 
-MARGIN = 0.05
-"""Share by which a plan can be too low, docs/planning.md. What is enough leaves so much of the room, and so much of
+OF_DEVICE, OF_HOST = 0.05, 0.1
+"""Shares by which plans can be too low, docs/planning.md. What is enough leaves so much of the room, and so much of
 what did not fit, however little that was planned to be."""
 
 
@@ -94,7 +94,8 @@ class Advisor:
         lines += [
             f"  {readable(each.saved):>11}  {' '.join(each.changes):<{width}}  {cost(each.changes)}" for each in told
         ]
-        goal = None if room is None else int((1 - MARGIN) * min(room, total))
+        margin = OF_DEVICE if of_device else OF_HOST
+        goal = None if room is None else int((1 - margin) * min(room, total))
         enough = None if goal is None else self._enough(savings, best, budget, goal, places)
         if enough is not None:
             lines.append(f"enough, with {readable(enough.budget.of(*places))}: {' '.join(enough.changes)}")

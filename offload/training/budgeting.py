@@ -163,7 +163,7 @@ class Planner:
             name = "gradients, this rank's part" if sharding.ranks > 1 else "gradients of all micro-batches"
             beside.append((name, sharding.part(_nbytes(param for _, param in named))))
         if rounded:
-            beside.append(("a weight in 16 bits, to compute with", 2 * largest * dtype.itemsize))
+            beside.append(("a weight in 16 bits, to compute with", largest * dtype.itemsize))
         if on_gpu:
             kept = 2 / max(3, len(layers_of(parts.module)))  # a layer's on its way out, another's on its way in
             moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0

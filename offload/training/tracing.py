@@ -17,9 +17,9 @@ from offload.training.activations import prepare_activations
 from offload.training.loss import SummedLoss
 from offload.training.settings import TrainSettings
 
-TRACED = (2, 4)
-"""Layers of the models that are traced for one with more. Every shape of a layer, and each kind of mask, is in two of
-them."""
+TRACED = (3, 5)
+"""Layers of the models that are traced for one with more. Every shape of a layer, and each kind of mask, is in the
+first two of them; a third is needed because nothing asks the first for its input's gradient."""
 
 
 @dataclass(frozen=True)

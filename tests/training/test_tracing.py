@@ -48,7 +48,7 @@ def described(name: str, overrides: list[str], adapts: bool) -> tuple[CausalLM, 
         *(pytest.param("adapter", keeps, marks=SLOW) for keeps in (True, False)),
     ],
 )
-def test_layers_follow_from_two_and_four(case: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_follow_from_three_and_five(case: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings, dtype = described(*CASES[case])
     few = Tracer().count(model, settings, dtype, 256, keeps=keeps)
     monkeypatch.setattr(tracing, "TRACED", (2, 100))

@@ -1,7 +1,7 @@
 """A transformers model of which each rank has a part: filled from files, and written to them.
 
-transformers reads parts of DTensors itself, and cuts what its conversions join before it joins them, which gives other
-values where a conversion cuts the dimension that ranks share. Here its conversions see whole tensors.
+transformers can read parts of DTensors itself: it takes this rank's rows of what a file has and converts those. That is
+right for stacked experts, and not for a conversion that cuts or reorders rows. Here conversions see whole tensors.
 """
 
 from __future__ import annotations

@@ -659,7 +659,7 @@ def test_parameters_of_other_shapes_are_not_left_untrained_in_silence(strategy: 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream", "auto"])
 def test_parameters_that_were_exchanged_are_trained(
     threaded: Any, strategy: Any, in_backward: bool, in_place: bool
 ) -> None:
@@ -708,7 +708,7 @@ def test_parameters_that_were_exchanged_are_trained(
     assert slabs() is None and all(param() is None for param in old)
 
 
-@pytest.mark.parametrize("strategy", ["resident", "host", "stream"])
+@pytest.mark.parametrize("strategy", ["resident", "host", "stream", "auto"])
 def test_parameters_are_not_kept_where_shards_are_awaited(
     threaded: Any, monkeypatch: pytest.MonkeyPatch, strategy: Any
 ) -> None:

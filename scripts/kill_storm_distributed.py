@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import random
@@ -58,6 +59,7 @@ COMMON = (
     "lr_scheduler=null",
 )  # fmt: skip
 PACKED = ("optimizer.optimizer_class=offload.optim.AdamW", "~optimizer.fused")
+OFFLOADED = ("optimizer=offload.OffloadOptimizer", "+optimizer.optimizer_class=torch.optim.AdamW")
 
 LOSS = 1e-5
 WEIGHTS = 2e-2
@@ -91,13 +93,16 @@ SETUPS = {
          "optimizer.update_in_backward=True", "clip_grad_norm=null", "keep_last_n=2"),
     ),
     "2 processes, LoRA, merged too, states streamed at step": Setup(
-        LORA, 2, ("optimizer.strategy=stream", "keep_last_n=2")
+        LORA, 2, (*OFFLOADED, "optimizer.strategy=stream", "keep_last_n=2")
     ),
     "2 processes, going on with 1, 2 or 3": Setup(
         FULL, 2, ("optimizer.strategy=stream", "clip_grad_norm=1.0"), (1, 2, 3)
     ),
     "3 processes, LoRA, going on with 1, 2 or 3": Setup(
-        LORA, 3, ("optimizer.strategy=host", "optimizer.update_in_backward=True", "clip_grad_norm=null"), (1, 2, 3)
+        LORA,
+        3,
+        (*OFFLOADED, "optimizer.strategy=host", "optimizer.update_in_backward=True", "clip_grad_norm=null"),
+        (1, 2, 3),
     ),
 }  # fmt: skip
 
@@ -142,6 +147,7 @@ class Group:
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.register(signal.SIGUSR1)  # where it hangs
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                 MASTER_ADDR="localhost", MASTER_PORT=str(self._store.port), TORCHELASTIC_USE_AGENT_STORE="True",
@@ -171,8 +177,10 @@ class Group:
         while not self.have_ended and time.monotonic() < until:
             time.sleep(0.005)
         hang = not self.have_ended
-        for pid in self.pids if hang else ():
-            os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGUSR1, signal.SIGKILL) if hang else ():
+            for pid in self.pids:
+                os.kill(pid, number)
+            time.sleep(1)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
         return None if hang else statuses
 

@@ -54,7 +54,7 @@ PACKED = ("optimizer.optimizer_class=offload.optim.AdamW", "~optimizer.fused", "
 # Times and memory differ from run to run; everything else must not.
 MEASURED = re.compile(r"time|time/.*|memory/.*|.*tokens_per_second|mfu")
 NUMBERED = re.compile(r"(metrics|run)\.\d+\.jsonl?")
-TIMEOUT = 150.0
+TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,14 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if _tell_of_memory(error, recipe, Path(arguments.config), arguments.overrides):
+        is_watched = watch.active() is not None
+        who = f"{world.name}: " if is_watched and world.size > 1 and recipe is not None and not is_shared(error) else ""
+        if _tell_of_memory(error, recipe, Path(arguments.config), arguments.overrides, who):
+            world.note(_VERDICT, "2")
             return 2
         line = _mendable(error)
-        if watch.active() is None and not world.is_first("error"):
+        if not is_watched and not world.is_first("error"):
             return 1 if line is None else 2
-        is_its_own = world.size > 1 and recipe is not None and not is_shared(error) and watch.active() is not None
-        who = f"{world.name}: " if is_its_own else ""
         watch.note_for_torchrun(f"{who}{line or f'{type(error).__name__}: {error}'}")
         if line is None:
             if world.size > 1:
@@ -158,7 +159,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
 
 
 @contextlib.contextmanager
-def _telling_peers() -> Iterator[None]:
+def _telling_peers(recipe: object = None) -> Iterator[None]:
     """Around what this process of several may fail in: the others are told at once, and leave.
 
     Raises:
@@ -166,6 +167,7 @@ def _telling_peers() -> Iterator[None]:
     """
     from offload.distributed import watch
     from offload.distributed.world import PeerError
+    from offload.training.out_of_memory import shortage
 
     try:
         yield
@@ -182,7 +184,8 @@ def _telling_peers() -> Iterator[None]:
             raise
         first = watched.cause(error)
         if first is None:
-            line = "interrupted" if isinstance(error, KeyboardInterrupt) else _mendable(error)
+            short = shortage(error, recipe)
+            line = "interrupted" if isinstance(error, KeyboardInterrupt) else str(short) if short else _mendable(error)
             status = 130 if isinstance(error, KeyboardInterrupt) else 1 if line is None else 2
             first = watched.report(status, line or f"{type(error).__name__}: {first_line(error)}")
         if first.rank != watched.rank and not isinstance(error, KeyboardInterrupt):
@@ -242,7 +245,7 @@ def _run(recipe: Recipe) -> int:
         watched.last_will = functools.partial(recipe.cleanup, 1)
     exit_code = 1
     try:
-        with _telling_peers():
+        with _telling_peers(recipe):
             recipe.setup()
             exit_code = recipe.train()
     finally:
@@ -263,14 +266,16 @@ SHORT_OF_HOST = (
 """What is told where there is no room to plan the run."""
 
 
-def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequence[str]) -> bool:
-    """Tell of memory that ran out, and what would save most; whether it is that."""
+def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequence[str], who: str) -> bool:
+    """Tell of memory that ran out for ``who``, and what would save most; whether it is that."""
+    from offload.distributed.watch import note_for_torchrun
     from offload.training.out_of_memory import release, shortage, write_snapshot
 
     found = shortage(error, recipe)
     if found is None:
         return False
-    print(f"error: {found}", file=sys.stderr, flush=True)
+    note_for_torchrun(f"{who}{found}")
+    print(f"error: {who}{found}", file=sys.stderr, flush=True)
     lines = [SHORT_OF_DEVICE if found.of_device else SHORT_OF_HOST]
     if hasattr(recipe, "memory_before"):  # it trains
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ from offload.config.loading import instantiate
 from offload.data.batches import Batch
 from offload.device import random_state, set_random_state
 from offload.distributed.sharding import reshard
-from offload.distributed.world import World, status_of
+from offload.distributed.world import World, current, status_of
 from offload.engine.norms import tensor_norms, total_norm
 from offload.engine.shards import gradient_of, local, summed_norms
 from offload.engine.units import clean_name
@@ -72,7 +72,8 @@ def forward_backward(
     the gradients afterwards, wherever the optimizer keeps them. Where several processes share the step, that is by the
     labels of all of them, and what is returned is this one's part of the loss.
 
-    Where the device runs out of memory that strategy ``auto`` has taken, it gives that back, and the step begins again.
+    Where the device runs out of memory that strategy ``auto`` has taken, it gives that back, and the step begins again;
+    not where several processes share it.
 
     Args:
         loss: model and loss.
@@ -90,7 +91,7 @@ def forward_backward(
         num_labels = sum(batch.num_labels for batch in micro_batches)
     attempt = partial(_attempt, loss, micro_batches, optimizer, activations, max(1, num_labels), prepare)
     auto = getattr(optimizer, "auto", None)
-    if auto is None or not auto.has_lifted:
+    if auto is None or not auto.has_lifted or current().size > 1:  # the others are in the middle of theirs
         return attempt()
     device = micro_batches[0].labels.device
     before = random_state(device)

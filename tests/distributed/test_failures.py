@@ -22,7 +22,7 @@ from tests.recipes.conftest import ROOT
 RECIPE = "full_finetune_distributed --config tiny_llama_offload_distributed"
 OVERRIDES = ("metric_logger=null", "save_every_n_steps=2", "lr_scheduler=null", "evaluation=null", "batch_size=1")
 PATIENCE = 300.0
-STUCK = """
+LOSS = """
 import os, time
 from offload.training.loss import LinearCrossEntropyLoss
 
@@ -32,7 +32,7 @@ class Loss(LinearCrossEntropyLoss):
     def forward(self, *args, **options):
         Loss.calls += 1
         if os.environ.get("RANK") == "1" and Loss.calls > 3:
-            time.sleep(1000)
+            {action}
         return super().forward(*args, **options)
 """
 
@@ -151,12 +151,45 @@ def test_a_stopped_rank_ends_the_run(rank: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stuck_rank_ends_the_run(tmp_path: Path) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK)
+    (tmp_path / "stuck.py").write_text(LOSS.format(action="time.sleep(1000)"))
     overrides = ("loss._component_=stuck.Loss", "collective_timeout_minutes=0.2")
     with job(tmp_path, "--nproc_per_node 2", "max_steps_per_epoch=500", *overrides) as run:
         assert run.wait() == 1
     (error,) = run.errors()
     assert error.startswith("error: rank 1 of 2 on ") and "stuck.py:" in error and "Traceback" not in run.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("action", "status", "told"),
+    [
+        ("raise MemoryError", 2, "out of host memory"),
+        ("raise RuntimeError('a defect')", 1, "failed, and with it the run:"),
+    ],
+)
+def test_an_error_on_one_rank_ends_all(action: str, status: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(LOSS.format(action=action))
+    with job(tmp_path, "--nproc_per_node 3", "max_steps_per_epoch=500", "loss._component_=stuck.Loss") as run:
+        run.wait_for(lambda: run.ranks)
+        ranks = run.ranks
+        assert run.wait() == status and are_gone(ranks)
+    (error,) = run.errors()
+    assert error.startswith("error: rank 1 of 3 on ") and told in error
+    assert run.log.count("Traceback (most") == (status == 1)  # of the one that failed
+    assert json.loads((run.out / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    with job(tmp_path, "--nproc_per_node 2", "max_steps_per_epoch=500") as run:
+        run.train()
+        (tmp_path / "second").mkdir()
+        with job(tmp_path / "second", "--nproc_per_node 2", f"output_dir={run.out}") as other:
+            assert other.wait() == 2
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143
+    (error,) = other.errors()
+    assert "another run is at work" in error and run.errors() == []
 
 
 @pytest.mark.slow

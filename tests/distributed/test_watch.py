@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from offload.distributed import watch, world
@@ -208,3 +209,35 @@ def test_a_restart_goes_on_from_what_its_job_saved_and_from_nothing_else(
 def test_a_world_that_torchrun_did_not_start_has_no_restarts(tmp_path: Path) -> None:
     assert restart.find_restart(World(), tmp_path) is None and World.noted("anything") is None
     assert os.environ.get("TORCHELASTIC_RUN_ID") is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_others_share_is_not_begun_again(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the middle of it, and would meet its first collective with one of their own that comes later."""
+    from contextlib import nullcontext
+
+    from offload.data.batches import Batch
+    from offload.training import step
+
+    class Auto:
+        has_lifted = True
+
+        def make_room(self) -> bool:
+            return True
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    optimizer.auto = Auto()  # type: ignore[attr-defined]
+    calls: list[int] = []
+
+    def loss(inputs: Any, labels: Any, num_labels: int) -> torch.Tensor:
+        calls.append(num_labels)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return weight.sum()
+
+    batch = Batch(inputs={}, labels=torch.ones(1, 1, dtype=torch.long), num_tokens=1, num_labels=1, sample_length=1.0)
+    monkeypatch.setattr(step, "current", lambda: World(0, size))
+    with nullcontext() if size == 1 else pytest.raises(torch.OutOfMemoryError):
+        step.forward_backward(loss, [batch], optimizer, nullcontext(), measures_norm=False)  # type: ignore[arg-type]
+    assert len(calls) == (2 if size == 1 else 1)

@@ -314,7 +314,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._add_units(self.param_groups)
         if self.auto is not None:
             self.auto.begin(self._forms, self._base_class, self._base_kwargs)
-            if self._on_cpu is not None and self.auto.may_use_cpu and self._engine.gradients is None:
+            come_from_device = self._engine.gradients is None or self.update_in_backward
+            if self._on_cpu is not None and self.auto.may_use_cpu and come_from_device:
                 self._on_cpu.reserve(self._largest_gradients)
         model = self._attached()
         if model is not None:

@@ -242,6 +242,27 @@ def test_it_gives_a_part_back_where_the_allocator_scrapes_memory_together() -> N
             assert optimizer.auto.placed()["resident"]["bytes"] == after
 
 
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["at step", "in backward"])
+def test_nothing_is_page_locked_after_construction(
+    in_backward: bool, offload_gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the CPU is tried: its copies and buffers were reserved."""
+    monkeypatch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
+    with roomy_device() as simulator:
+        model = stack()
+        fast = Speeds(up=1e3, down=1e3, cpu=1e9)
+        choices: Any = {"update_in_backward": in_backward, "offload_gradients": offload_gradients, "speeds": fast}
+        optimizer = optimizer_of(model, device_memory_gib=8 / SCALE, **choices)
+        pins, ways = len(simulator.pins), set[str]()
+        for step in range(12):
+            train(model, optimizer, step)
+            assert optimizer.auto is not None
+            ways |= set(optimizer.auto.placed())
+        assert ways >= {"resident", "host"}
+        assert len(simulator.pins) == pins
+
+
 def test_shares_of_link_and_cpu_balance_and_are_not_tried_in_vain() -> None:
     even = Speeds(up=4.0, down=4.0, cpu=1.0)
     # A parameter takes the link a second as states, half of one as a weight; the CPU a second: (1 + h) ...

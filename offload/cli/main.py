@@ -22,7 +22,7 @@ from offload.cli import registry
 from offload.errors import UserError
 from offload.paths import expanded
 
-_DESCRIPTION = "Fine-tunes language models on one GPU, with the optimizer offloaded to host memory."
+_DESCRIPTION = "Fine-tunes language models on one GPU or several, with the optimizer offloaded to host memory."
 
 _EPILOG = """\
 examples:
@@ -40,7 +40,7 @@ examples:
 
 _RUN_HELP = """\
 usage: tune run RECIPE --config CONFIG [key=value ...]
-       tune run [torchrun options] RECIPE --config CONFIG [key=value ...]    (torchtune's distributed recipes)
+       tune run [torchrun options] RECIPE --config CONFIG [key=value ...]    (recipes named *_distributed)
 
 Runs a recipe.
 
@@ -62,7 +62,7 @@ overrides (our recipes):
 examples:
   tune run full_finetune_single_device --config tiny_llama_offload max_steps_per_epoch=20
   tune run lora_finetune_single_device --config ./mine.yaml
-  tune run --nproc_per_node 2 full_finetune_distributed --config llama2/7B_full
+  tune run --nproc_per_node 2 full_finetune_distributed --config tiny_llama_offload_distributed
 """
 
 

@@ -142,8 +142,8 @@ def test_a_recipe_file_with_torchrun_options_goes_to_torchrun(shipped, launched,
     Path("mine.yaml").write_text("a: 1\n")
     assert run("--nproc_per_node", "2", "--max-restarts=1", "./sub/mine.py", "--config", "mine.yaml", "a=2") == 0
     (options,) = launched
-    assert options.training_script == str(Path("sub/mine.py").absolute())
-    assert options.training_script_args == ["--config", str(Path("mine.yaml").absolute()), "a=2"]
+    files = [str(Path(name).absolute()) for name in ("sub/mine.py", "mine.yaml")]
+    assert options.module and options.training_script_args == [files[0], "--config", files[1], "a=2"]
     assert (options.nproc_per_node, options.max_restarts) == ("2", 1)
     assert options.shutdown_timeout >= 3600, "processes that save get the time for it"
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)

@@ -210,10 +210,8 @@ def optimizers(settings: TrainSettings, in_flight: Sequence[str] = ()) -> Iterat
         states += [("int8", "split"), ("int8", "split24"), ("int8", "stochastic")]
     elif is_packed:
         states.append(("int8", given["optimizer.master"]))
-    in_flight = [
-        given["optimizer.in_flight_gib"],
-        *(["0.25"] if float(given["optimizer.in_flight_gib"]) > 0.25 else []),
-    ]
+    own = given["optimizer.in_flight_gib"]
+    in_flight = [own, *(gib for gib in in_flight if float(gib) < float(own))]
     strategies = [given["optimizer.strategy"], "stream", "host", "resident"]
     seen: set[Changes] = set()
     for strategy, early, offloads, gib, (state_dtype, master) in itertools.product(

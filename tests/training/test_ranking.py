@@ -63,6 +63,13 @@ def test_variations_begin_with_the_run_and_contradict_nothing() -> None:
     assert {applied(settings, changes).optimizer.strategy for changes in found} == {"stream", "host", "resident"}
 
 
+def test_less_is_in_flight_only_where_that_is_asked_for() -> None:
+    settings = packed(strategy="stream")
+    assert not any("in_flight" in word for changes in optimizers(settings) for word in changes)
+    asked = {word for changes in optimizers(settings, ("0.25", "2.0")) for word in changes if "in_flight" in word}
+    assert asked == {"optimizer.in_flight_gib=0.25"}
+
+
 def test_an_update_in_backward_takes_clipping_along() -> None:
     settings = packed(strategy="stream")
     settings.clip_grad_norm = 1.0

@@ -1,0 +1,23 @@
+"""The script that compares predicted steps with measured ones: what its table says, and that docs have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import plan_time
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_counts_what_is_within_each_bound() -> None:
+    record = {"runs": [{"off_percent": off} for off in (-4.0, 5.0, -9.9, 14.0, 30.0)]}
+    assert plan_time.table(record).splitlines()[2] == "| 5 | 2 | 3 | 4 | 4 | 9.9 % | 30.0 % |"
+
+
+def test_the_page_has_the_recorded_table() -> None:
+    text = ""
+    if plan_time.RECORD.exists():
+        text = plan_time.table(json.loads(plan_time.RECORD.read_text(encoding="utf-8")))
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert plan_time.BEGIN + text + plan_time.END in page

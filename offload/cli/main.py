@@ -345,11 +345,11 @@ def _run(arguments: list[str]) -> int:
     if not recipe.ours:
         check_works(recipe.name)
         if run.torchrun and not recipe.distributed:
-            raise UserError(_single_device(recipe.name, run.torchrun))
+            raise UserError(registry.single_device(recipe.name, run.torchrun))
         return torchtune(["run", *run.torchrun, recipe.name, "--config", str(config.path), *run.rest])
     if run.torchrun:
         if recipe.path.parent == registry.recipes_dir() and not recipe.distributed:
-            raise UserError(_single_device(recipe.name, run.torchrun))
+            raise UserError(registry.single_device(recipe.name, run.torchrun))
         from offload.cli import torchrun
 
         _settle_openmp()
@@ -359,21 +359,12 @@ def _run(arguments: list[str]) -> int:
 
 def _plan(run: RunArguments) -> int:
     """What `tune run … --dry-run` does in place of running."""
-    from offload.cli import plan
+    from offload.cli import plan, torchrun
     from offload.training.launch import as_override
 
-    here = argparse.Namespace(gpu=None, vram=None, ram=None, ram_bandwidth=None)
+    local, hosts = torchrun.processes(run.torchrun)
+    here = argparse.Namespace(gpu=None, vram=None, ram=None, ram_bandwidth=None, nproc_per_node=local, nnodes=hosts)
     return plan.plan(run.config, [as_override(word) for word in run.rest], here, recipe=run.recipe)
-
-
-def _single_device(recipe: str, options: list[str]) -> str:
-    from offload.component import nearest
-
-    known = {*registry.our_recipes(), *registry.torchtune_recipes()}
-    sister = recipe.replace(registry.SINGLE_DEVICE, registry.DISTRIBUTED)
-    near = sister if sister in known else nearest(sister, [name for name in known if name.endswith("_distributed")])
-    other = f"use {near}" if near and sister != recipe else "choose a *_distributed recipe"
-    return f"{recipe} runs on one device: leave out {' '.join(options)}, or {other}"
 
 
 def execute(recipe: Path, arguments: list[str]) -> int:

@@ -8,10 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.cli import registry
 from offload.errors import UserError
+
+if TYPE_CHECKING:
+    from offload.distributed.world import World
 
 GIB = 2**30
 
@@ -39,6 +42,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--recipe", help="the recipe to run (default: the one that the config is for)")
     parser.add_argument("overrides", nargs="*", metavar="override", help="as for `tune run`")
     add_machine(parser)
+    options = parser.add_argument_group("of a recipe for several processes, as for `tune run`")
+    options.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="of each host")
+    options.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts")
     parser.set_defaults(execute=lambda args: plan(args.config, args.overrides, args, recipe=args.recipe))
 
 
@@ -87,7 +93,7 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     Args:
         name: a config's name or path.
         overrides: as on a ``tune run`` line.
-        machine: with ``gpu``, ``vram`` and ``ram``.
+        machine: with ``gpu``, ``vram`` and ``ram``, and ``nproc_per_node`` and ``nnodes`` of several processes.
         recipe: that runs it.
 
     Raises:
@@ -112,12 +118,18 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     )
     if not chosen.ours or chosen.name == "generate":
         raise UserError(f"{chosen.name}: plans are for recipes of ours that train")
-    run = _Run(chosen, config.path, list(overrides))
+    world = _world(chosen, machine)
+    run = _Run(chosen, config.path, list(overrides), world)
     device = run.device(elsewhere=vram is not None)
     run.check(())
-    limits = _limits(device, vram, ram, card.name if card else None)
+    limits = run.limits = _limits(device, vram, ram, card.name if card else None, processes=world.local_size)
     found = run.plan(())
-    print(_text(f"{config.name} for {chosen.name}", found, run.settings.dtype, limits))
+    title = f"{config.name} for {chosen.name}"
+    if world.size > 1:
+        title += f", each of {world.size} processes"
+    print(_text(title, found, run.settings.dtype, limits))
+    if world.size > 1:
+        return _of_several(run, found.budget, limits)
     rates = _machine(device, card, machine, run.settings.dtype)
     if rates is not None:
         prediction = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
@@ -132,6 +144,19 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     choices = run.best(limits, rates.machine if rates else _ordering_machine(), SHOWN)
     sister = run.sister(config.name, limits, rates) if config.shipped and not fits else None
     print(f"\n{_ranked(choices, sister, fits=fits, with_speed=rates is not None)}")
+    return 0 if fits else 1
+
+
+def _of_several(run: _Run, budget: Any, limits: Limits) -> int:
+    """What is told of several processes beside one's memory; the status."""
+    if run.division:
+        print(f"auto: {run.division}")
+    fits: bool = budget.fits(limits.device, limits.host)
+    if not fits:
+        print(
+            "what takes less: more processes, a smaller batch_size, enable_activation_checkpointing=True, "
+            "reshard_after_forward=True, optimizer.offload_gradients=True"
+        )
     return 0 if fits else 1
 
 
@@ -231,6 +256,23 @@ def _speed(found: Any, source: str) -> str:
     )
 
 
+def _world(recipe: registry.RecipeRef, machine: argparse.Namespace) -> World:
+    """The processes that a plan is for; a plan is of the first of them.
+
+    Raises:
+        UserError: there are none, or several for a recipe of one.
+    """
+    from offload.distributed.world import World
+
+    local, hosts = machine.nproc_per_node, machine.nnodes
+    for option, number in (("--nproc_per_node", local), ("--nnodes", hosts)):
+        if number < 1:
+            raise UserError(f"{option}: got {number}, expected a number above 0")
+    if local * hosts > 1 and not recipe.distributed:
+        raise UserError(registry.single_device(recipe.name, [f"--nproc_per_node {local}"]))
+    return World(0, local * hosts, 0, local)
+
+
 def _recipe_of(path: Path) -> str:
     """Of a user's config: an adapter's section, or a lora builder, means the recipe for adapters, and a key of several
     processes the one for those."""
@@ -248,14 +290,20 @@ class _Run:
         recipe: that runs it.
         path: of its config.
         overrides: of its command line.
+        world: its processes.
+
+    Attributes:
+        limits: of one of them.
+        division: how they divide the model, where that was left open; empty where it was not.
     """
 
-    def __init__(self, recipe: registry.RecipeRef, path: Path, overrides: list[str]) -> None:
+    def __init__(self, recipe: registry.RecipeRef, path: Path, overrides: list[str], world: World) -> None:
         from offload.cli.validate import load_recipe
         from offload.tiny import register_resolvers
 
         register_resolvers()
-        self._path, self._overrides = path, overrides
+        self._path, self._overrides, self._world = path, overrides, world
+        self.limits, self.division = Limits(None, None, {}), ""
         module = load_recipe(recipe.path)
         schema = getattr(module, "Settings", None)
         if schema is None:
@@ -303,7 +351,21 @@ class _Run:
 
             self._planner = Planner(process_of_a_run, adapts=self._class.adapts)
         dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-        return self._planner.plan(settings, self._device, dtype)
+        return self._planner.plan(settings, self._device, dtype, sharding=self._sharding(settings, dtype))
+
+    def _sharding(self, settings: Any, dtype: Any) -> Any:
+        from offload.training.dividing import choose, divisions, least
+
+        if self._world.size == 1 or len(divisions(settings, self._world)) == 1:
+            return least(settings, self._world)
+        division, self.division = choose(
+            settings,
+            self._world,
+            lambda sharding: self._planner.plan(settings, self._device, dtype, sharding=sharding).budget,
+            device=self.limits.device,
+            host=self.limits.host,
+        )
+        return division.sharding(settings, self._world)
 
     def check(self, changes: Sequence[str]) -> None:
         """As `tune validate`, but for a folder that has config.json and no weights yet.
@@ -314,6 +376,11 @@ class _Run:
         from offload.component import installed_only
 
         settings = self._load(changes)
+        if self._world.size > 1:
+            from offload.distributed.sharding import check_shape
+
+            replicate, kept = settings.data_parallel_replicate_dim, settings.reshard_after_forward
+            check_shape(self._world, replicate=replicate, reshard_after_forward=kept)
         folder = Path(str(settings.model.get("path") or "")).expanduser()
         if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
             return
@@ -362,7 +429,7 @@ class _Run:
                 continue
             with contextlib.suppress(UserError):
                 recipe = registry.find_recipe(registry.recipe_of_config(other))
-                run = _Run(recipe, registry.our_configs()[other], [])
+                run = _Run(recipe, registry.our_configs()[other], [], self._world)
                 run.device(elsewhere=limits.device is not None)
                 found = run.plan(())
                 if found.budget.fits(limits.device, limits.host):
@@ -373,7 +440,7 @@ class _Run:
         return None
 
 
-def _limits(device: Any, vram: int | None, ram: int | None, card: str | None) -> Limits:
+def _limits(device: Any, vram: int | None, ram: int | None, card: str | None, *, processes: int) -> Limits:
     from offload.host_memory import host_memory
     from offload.plan.budget import OS_SHARE
 
@@ -394,6 +461,9 @@ def _limits(device: Any, vram: int | None, ram: int | None, card: str | None) ->
     elif device.type == "cpu" or has_here:
         host = host_memory().usable
         names["host"] = " that this process can have"
+    if host is not None and processes > 1:
+        host //= processes
+        names["host"] += f", for each of {processes} processes"
     return Limits(vram if device.type != "cpu" else None, host, names)
 
 

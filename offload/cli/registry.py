@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -246,3 +246,14 @@ def _not_found(kind: str, name: str, suffix: str, candidates: Iterable[str]) -> 
     hint = f"did you mean {near}?" if near else f"see `tune ls`, or give the path of a {suffix} file"
     what = "file" if _is_path(name, suffix) else kind
     return UserError(f"no {what} {name!r}: {hint}")
+
+
+def single_device(recipe: str, options: Sequence[str]) -> str:
+    """That a recipe does not run in several processes, and which one does."""
+    from offload.component import nearest
+
+    known = {*our_recipes(), *torchtune_recipes()}
+    sister = recipe.replace(SINGLE_DEVICE, DISTRIBUTED)
+    near = sister if sister in known else nearest(sister, [name for name in known if name.endswith("_distributed")])
+    other = f"use {near}" if near and sister != recipe else "choose a *_distributed recipe"
+    return f"{recipe} runs on one device: leave out {' '.join(options)}, or {other}"

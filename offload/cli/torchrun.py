@@ -164,6 +164,26 @@ def _end_children(first: int) -> None:
             process.kill()
 
 
+def processes(options: Sequence[str]) -> tuple[int, int]:
+    """Processes of each host, and hosts, at most.
+
+    Args:
+        options: torchrun's; none of them for one process.
+
+    Raises:
+        UserError: a mistake in them.
+    """
+    if not options:
+        return 1, 1
+    from torch.distributed import run
+
+    arguments = _parse(options)
+    try:
+        return run.determine_local_world_size(arguments.nproc_per_node), run.parse_min_max_nnodes(arguments.nnodes)[1]
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"torchrun: {type(error).__name__}: {first_line(error)}") from error
+
+
 def _parse(options: Sequence[str]) -> Any:
     from torch.distributed.run import get_args_parser
 

@@ -14,15 +14,17 @@ from offload.distributed.world import World
 from offload.errors import UserError
 
 
-def check_shape(world: World, *, replicate: int = 1, reshard_after_forward: bool | int = True) -> None:
+def check_shape(world: World, *, replicate: int | str = 1, reshard_after_forward: bool | int | str = True) -> None:
     """Refuse replicas, and a number of processes to reshard among, that do not divide the processes, where there are
-    several.
+    several; ``auto`` is neither.
 
     Raises:
         UserError: names the key.
     """
     if world.size == 1:
         return
+    if isinstance(replicate, str):
+        replicate = 1
     if world.size % replicate:
         divisors = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
         raise UserError(
@@ -30,7 +32,7 @@ def check_shape(world: World, *, replicate: int = 1, reshard_after_forward: bool
             f"{divisors}"
         )
     processes = world.size // replicate
-    if isinstance(reshard_after_forward, bool):
+    if isinstance(reshard_after_forward, bool | str):
         return
     if not 1 < reshard_after_forward < processes or processes % reshard_after_forward:
         raise UserError(
@@ -80,7 +82,7 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # what FSDP2 comes to by itself, in the first forward
     for module in groups(model):
         # The loss is divided by the labels of all processes, so gradients are summed.
         module.set_gradient_divide_factor(1.0)
@@ -103,5 +105,13 @@ def keep_gathered(model: nn.Module, keeps: bool) -> None:
 
     A model that is not divided has none.
     """
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(not keeps)
+    for module in groups(model):
+        if not _reshards_after_forward(module):
+            module.set_reshard_after_backward(not keeps, recurse=False)
+
+
+def _reshards_after_forward(module: FSDPModule) -> bool:
+    state: Any = module._get_fsdp_state()
+    several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
+    found = state._fsdp_param_groups if several else [state._fsdp_param_group]
+    return any(group._reshard_after_forward for group in found if group is not None)

@@ -131,37 +131,52 @@ class Sharding:
 
     Attributes:
         ranks: number of them.
-        resharding: what was gathered for forward is let go of before backward gathers it again.
+        resharding: what was gathered for forward is let go of before backward gathers it again; a number: what is not
+            this rank's part of it among so many ranks.
+        reduce_itemsize: bytes of a number that ranks sum.
+        itemsize: bytes of a number of a parameter.
     """
 
     ranks: int
-    resharding: bool = True
+    resharding: bool | int = True
+    reduce_itemsize: int = 2
+    itemsize: int = 2
 
     def part(self, nbytes: int) -> int:
         """A rank's part of a tensor."""
         return -(-nbytes // self.ranks)
 
-    def gathered(self, root: int, layers: Sequence[int]) -> list[tuple[str, int]]:
-        """What a rank holds at most beside its part, by name.
+    def gathered(
+        self, root: int, layers: Sequence[int], *, embedding: int = 0, activations: int = 0
+    ) -> list[tuple[str, int]]:
+        """What a rank holds at most beside its part, by name; tests/plan/test_per_rank.py measures it.
 
         Args:
-            root: bytes of parameters in no layer; they are gathered once a step, for forward and backward.
+            root: bytes of parameters that are gathered with the model, once a step, for forward and backward.
             layers: bytes of each layer's parameters.
+            embedding: bytes of an embedding that is gathered by itself.
+            activations: bytes that layers have, and an embedding does not.
         """
         if self.ranks == 1:
             return []
         largest = max(layers, default=0)
-        whole = root + (min(sum(layers), UNITS_GATHERED * largest) if self.resharding else sum(layers))
-        return [("weights, gathered", whole), ("gradients, to be reduced", UNITS_REDUCED * largest)]
+        input = self.reduce_itemsize / self.itemsize  # of a reduce-scatter: the gradients in another dtype
+        blocks = sum(layers) + embedding
+        if self.resharding is False:
+            # When forward ends all, and two buffers that the last were copied out of; in backward a layer's gradients
+            # take the place of its weights.
+            weights, gradients = blocks, max(WAITING, input) * largest
+        else:
+            weights = WAITING * largest + (0 if self.resharding is True else blocks // self.resharding)
+            gradients = (1 + input) * largest
+            # The embedding's backward is the last: what the layers kept is gone then.
+            more = (WAITING + 1 + input) * embedding - activations
+            gradients = max(gradients, more - weights)
+        return [("weights, gathered", root + int(weights)), ("gradients, to be reduced", root + int(gradients))]
 
 
-UNITS_GATHERED = 3
-"""Layers whose weights FSDP2 has whole at once: the one in use, the next one's all-gather, and the buffer that it is
-copied out of."""
-
-UNITS_REDUCED = 2
-"""Layers whose gradients FSDP2 has whole beside those that backward is computing: the input of a reduce-scatter, and of
-the one before, which is still read."""
+WAITING = 2
+"""Layers whose weights FSDP2 has whole at once: the one in use, and the next one's all-gather."""
 
 
 def on_accelerator(

@@ -27,8 +27,6 @@ from offload.engine.runtime import Event
 from offload.engine.shards import local
 from offload.plan.collectives import System
 from offload.plan.replay import (
-    MEASURED,
-    WARM_UP,
     _bytes,
     _counting_packed_updates,
     _model,
@@ -94,6 +92,9 @@ class Plan:
     resharding: bool = True
     reduce_dtype: torch.dtype = torch.float32
 
+
+WARM_UP, MEASURED = 2, 2
+"""Steps: a step of several cards takes three times as long to replay as one of a single card."""
 
 Build = Callable[[SimulatedAccelerator, nn.Module], _Training]
 

@@ -12,11 +12,13 @@ import torch
 
 from offload.config.loading import load_and_check
 from offload.device import DTYPES
+from offload.distributed.world import World
 from offload.errors import UserError
 from offload.host_memory import allowance, use_of_this_process
-from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Sharding, readable
+from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, readable
 from offload.training.budgeting import Planner
 from offload.training.changes import cheaper, cost, keys_of
+from offload.training.dividing import least
 from offload.training.settings import TrainSettings
 
 TOLD = 3
@@ -57,7 +59,7 @@ class Advisor:
 
     def __init__(self, recipe: Any, path: Path, overrides: Sequence[str], *, processes: int = 1) -> None:
         self._recipe, self._path, self._overrides = recipe, path, list(overrides)
-        self._processes = processes
+        self._world = World(size=processes, local_size=processes)
 
     def lines(self, device: torch.device, *, of_device: bool, used: int, room: int | None) -> list[str]:
         """The run's budget, what would save most, and what would be enough.
@@ -77,7 +79,7 @@ class Advisor:
 
         def budget(changes: Sequence[str]) -> Budget:
             changed = self._settings(changes)
-            return planner.plan(changed, device, DTYPES[changed.dtype], sharding=self._sharding(changed)).budget
+            return planner.plan(changed, device, DTYPES[changed.dtype], sharding=least(changed, self._world)).budget
 
         whole = budget(())
         total = whole.of(*places)
@@ -102,10 +104,6 @@ class Advisor:
         elif room is not None:
             lines.append("no combination of them is enough: take a smaller model, or more memory")
         return lines
-
-    def _sharding(self, settings: TrainSettings) -> Sharding:
-        replicas = getattr(settings, "data_parallel_replicate_dim", 1)
-        return Sharding(self._processes // replicas, bool(getattr(settings, "reshard_after_forward", True)))
 
     def _settings(self, changes: Sequence[str]) -> TrainSettings:
         settings: TrainSettings

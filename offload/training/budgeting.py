@@ -24,7 +24,7 @@ from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
-from offload.plan.footprint import without_activations
+from offload.plan.footprint import Footprint, without_activations
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of
@@ -157,8 +157,7 @@ class Planner:
             gradients = _nbytes(param for _, param in named) if keeps else 0
             counted = without_activations(_nbytes(params), gradients)
         weights = sharding.part(weights_of(counted) - saved)
-        layers = [_nbytes(layer.parameters()) for layer in layers_of(parts.module)]
-        beside = sharding.gathered(_nbytes(params) - sum(layers), layers)
+        beside = _gathered(sharding, parts, counted, settings)
         if are_apart:
             name = "gradients, this rank's part" if sharding.ranks > 1 else "gradients of all micro-batches"
             beside.append((name, sharding.part(_nbytes(param for _, param in named))))
@@ -237,6 +236,19 @@ class Planner:
         )
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
         return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), whole
+
+
+def _gathered(
+    sharding: Sharding, parts: CausalLM, counted: Footprint, settings: TrainSettings
+) -> list[tuple[str, int]]:
+    """What a rank holds beside its part of the weights."""
+    layers = list(layers_of(parts.module))
+    of_layers = [_nbytes(layer.parameters()) for layer in layers]
+    others = [block for block in parts.blocks() if all(block is not layer for layer in layers)]
+    embedding = sum(_nbytes(block.parameters()) for block in others)
+    activations = 0 if settings.enable_activation_offloading else counted.kept
+    root = _nbytes(parts.module.parameters()) - sum(of_layers) - embedding
+    return sharding.gathered(root, of_layers, embedding=embedding, activations=activations)
 
 
 def _probed(section: DictConfig, kind: Any) -> DictConfig:

@@ -14,8 +14,11 @@ from offload.device import DTYPES
 from offload.distributed.sharding import check_shape, find_mesh, keep_gathered, reshard, shard
 from offload.distributed.world import current
 from offload.errors import UserError
+from offload.host_memory import use_of_this_process
 from offload.metrics.lines import say
-from offload.plan.budget import Sharding
+from offload.plan.budget import Budget, Sharding
+from offload.training.budgeting import Planner
+from offload.training.dividing import AUTO, Division, choose, divisions, least, room
 from offload.training.finetune import FinetuneRecipe
 from offload.training.settings import TrainSettings
 
@@ -24,12 +27,13 @@ from offload.training.settings import TrainSettings
 class DistributedSettings(TrainSettings):
     """What both recipes for several processes read beside the others' keys."""
 
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | Literal["auto"] = True
     """give each layer's gathered weights back after its forward and gather them again in backward (True); keep them
-    (False: a third less traffic, the whole model on each device); or keep them divided among so many processes"""
-    data_parallel_replicate_dim: Annotated[int, AtLeast(1)] = 1
+    for all micro-batches of a step (False: a third less traffic, or less, the whole model on each device); or keep them
+    divided among so many processes; auto: what moves least of what fits, told when the run begins"""
+    data_parallel_replicate_dim: Annotated[int, AtLeast(1)] | Literal["auto"] = 1
     """so many replicas of the model, each divided among an equal part of the processes: the number of hosts keeps the
-    traffic of weights within each"""
+    traffic of weights within each; auto: that where it fits, else 1"""
     reduce_dtype: Literal["fp32", "bf16"] | None = "fp32"
     """in which processes sum gradients; null: in dtype. bf16 moves half the bytes"""
     collective_timeout_minutes: Annotated[float, Above(0)] = 30.0
@@ -42,6 +46,7 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
 
     is_distributed: ClassVar[bool] = True
     settings: DistributedSettings
+    _divided: Division | None = None
 
     @classmethod
     def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
@@ -74,32 +79,31 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
 
     def keep_weights(self, is_last: bool) -> None:
         """Before a micro-batch: weights that are not given back after forward stay for the next one, if one comes."""
-        if self.settings.reshard_after_forward is False:
-            keep_gathered(self.model, not is_last)
+        keep_gathered(self.model, not is_last)
 
     @property
     def sharding(self) -> Sharding:
-        settings = self.settings
-        ranks = self.world.size // settings.data_parallel_replicate_dim
-        return Sharding(ranks, bool(settings.reshard_after_forward))
+        if self._divided is None:
+            return least(self.settings, self.world)
+        return self._divided.sharding(self.settings, self.world)
 
     def divide(self) -> None:
         """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""
         if self.world.size == 1:
             return
-        settings = self.settings
         if getattr(self.parts, "is_in_4bit", False):
             raise UserError(
                 "model: weights in 4 bits of bitsandbytes cannot be divided among processes: use "
                 "lora_finetune_single_device, a model in 16 bits, or one of torchtune's qlora_* builders"
             )
-        mesh = find_mesh(self.world, self.device, replicate=settings.data_parallel_replicate_dim)
+        settings, self._divided = self.settings, (division := self._division())
+        mesh = find_mesh(self.world, self.device, replicate=division.replicate)
         try:
             shard(
                 self.model,
                 self.parts.blocks(),
                 mesh,
-                reshard_after_forward=settings.reshard_after_forward,
+                reshard_after_forward=division.resharding,
                 reduce_dtype=None if settings.reduce_dtype is None else DTYPES[settings.reduce_dtype],
             )
         except (NotImplementedError, ValueError) as error:
@@ -114,3 +118,23 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
                 self.source.fill(self.parts, None if self.adapts else self.resumed_from, self.device)
             self.parts.settle()
             reshard(self.model)
+
+    def _division(self) -> Division:
+        """As the settings say; what they leave open, the main process finds out for all."""
+        settings = self.settings
+        if AUTO not in (settings.reshard_after_forward, settings.data_parallel_replicate_dim):
+            return divisions(settings, self.world)[0]
+        device, host = room(self.device, self.world)
+        least_device, least_host = (
+            None if None in rooms else min(rooms) for rooms in zip(*self.world.gathered((device, host)), strict=True)
+        )
+
+        def planned(sharding: Sharding) -> Budget:
+            return planner.plan(settings, self.device, DTYPES[settings.dtype], sharding=sharding).budget
+
+        planner = Planner(use_of_this_process().resident, adapts=self.adapts)
+        division, why = self.world.from_main(
+            lambda: choose(settings, self.world, planned, device=least_device, host=least_host)
+        )
+        say(f"auto: {why}")
+        return division

@@ -134,3 +134,52 @@ def test_a_file_of_the_users_is_for_one_device_unless_it_has_a_key_of_several_pr
     assert main(["validate", str(mine)]) == 0
     assert f"is well-formed for {recipe}" in capsys.readouterr().out
     assert plan._recipe_of(mine) == recipe
+
+
+def test_processes_share_what_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "tiny_llama_offload_distributed", "--vram", "8GiB", "--ram", "16GiB"]
+    more = ["optimizer.strategy=resident", "model.embed_dim=1024"]
+    told = {}
+    for count in (1, 4):
+        assert main(["plan", *words, "--nproc_per_node", str(count), *more]) == 0
+        told[count] = capsys.readouterr().out
+    assert "each of 4 processes" in told[4] and "processes" not in told[1]
+    assert "weights, gathered" in told[4] and "weights, gathered" not in told[1]
+    assert amount(told[4], "optimizer states") == pytest.approx(amount(told[1], "optimizer states") / 4, abs=0.01)
+    assert "of 3.80, 95 % of it, for each of 4 processes" in told[4]
+    for count, divided in ((2, "kept from forward to backward"), (1, "")):
+        options = ["--nproc_per_node", str(count), "reshard_after_forward=auto"]
+        assert main(["plan", *words, *options]) == 0
+        out = capsys.readouterr().out
+        assert f"auto: weights {divided}" in out if divided else "auto:" not in out
+    assert main(["plan", *words, "--nproc_per_node", "2", "--nnodes", "2", "data_parallel_replicate_dim=auto"]) == 0
+    assert "each of 4 processes" in (out := capsys.readouterr().out) and ", 2 replicas: " in out
+
+
+def test_a_dry_run_knows_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["full_finetune_distributed", "--config", "tiny_llama_offload_distributed", "device=cpu", "--dry-run"]
+    assert main(["run", "--nproc_per_node", "2", *words]) == 0
+    assert "each of 2 processes" in capsys.readouterr().out
+
+
+def test_mistakes_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--config", "tiny_llama_offload", "--nproc_per_node", "2"],
+         "runs on one device: leave out --nproc_per_node 2, or use full_finetune_distributed"),
+        (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "0"],
+         "--nproc_per_node: got 0, expected a number above 0"),
+        (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "4", "reshard_after_forward=3"],
+         "reshard_after_forward: got 3"),
+        (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "4", "reshard_after_forward=aut"],
+         "auto"),
+    ):  # fmt: skip
+        assert main(["plan", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def amount(text: str, name: str) -> float:
+    """Of a line of the table, in GiB."""
+    (line,) = [line for line in text.splitlines() if name in line]
+    found = re.search(r"([\d.]+) (GiB|MiB)", line)
+    assert found is not None
+    return float(found[1]) / (1 if found[2] == "GiB" else 1024)

@@ -1,9 +1,13 @@
-"""Several cards under FSDP2, replayed: what collectives take and share."""
+"""Several cards under FSDP2, replayed: what collectives take and share, and docs' tables."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
+import distributed_timelines
 import pytest
 import torch
 
@@ -11,6 +15,8 @@ from offload.plan.collectives import SYSTEMS, THROUGH_HOST, System
 from offload.plan.distributed import Plan, replay_cpu_offload, replay_engine, replay_nothing
 from offload.plan.workload import GB, Machine, Workload
 from offload.simulation.sharing import COLLECTIVE
+
+ROOT = Path(__file__).parents[2]
 
 LAYERS = 16
 TENSOR = 2**24
@@ -143,3 +149,28 @@ def test_memory_is_that_of_the_parts_and_a_few_layers() -> None:
 def test_no_process_group_is_left_and_none_is_taken() -> None:
     replay_nothing(plan(system(), 2, load=dataclasses.replace(LOAD, layers=1)))
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def record() -> Any:
+    return json.loads(distributed_timelines.RECORD.read_text())
+
+
+def test_docs_have_the_recorded_tables(record: Any) -> None:
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    script = distributed_timelines
+    assert script.BEGIN + script.table(record) + script.END in page
+    assert script.BEGIN_PUBLISHED + script.published_table(record) + script.END in page
+
+
+def test_recorded_rows_are_close_to_what_the_machine_can_do(record: Any) -> None:
+    rows = [row for row in record["rows"] if row["update"] == distributed_timelines.IN_BACKWARD]
+    assert len(rows) == 2 * 3 * 6
+    for row in rows:
+        assert row["step_ms"] <= 1.2 * max(row["busy_ms"].values()), row
+
+
+def test_one_recorded_row_is_what_the_engine_does_now(record: Any) -> None:
+    row = distributed_timelines.Row(False, distributed_timelines.IN_BACKWARD)
+    result = row.replay("h100", 2)
+    assert result.step * 1e3 == pytest.approx(row.find(record, "h100", 2)["step_ms"], rel=0.01)

@@ -128,6 +128,7 @@ def footprint(
     keeps_gradients: bool,
     gradient_dtype: torch.dtype | None = None,
     layers: Sequence[nn.Module] = (),
+    of_host: bool = False,
 ) -> Footprint:
     """What forward and backward of one micro-batch take.
 
@@ -138,6 +139,7 @@ def footprint(
             soon as it is complete.
         gradient_dtype: what gradients are kept in where that is not the parameters' dtype.
         layers: of the module, whose stages of backward are told apart.
+        of_host: tensors will be in the host's memory, and the C library's heap is counted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -154,6 +156,8 @@ def footprint(
         del loss
         for param in module.parameters():
             param.grad = None
+    if not of_host:
+        return Footprint(account.before, account.stages, kept)
     heap = held_beyond_use(account.events), held_beyond_use(account.events, micro_batches=2)
     return Footprint(account.before, account.stages, kept, heap)
 

@@ -152,7 +152,7 @@ class Planner:
         are_apart = optimizer.keeps_gradients and (sharding.ranks > 1 or settings.gradient_accumulation_steps > 1)
         keeps = optimizer.keeps_gradients and not are_apart
         if traced:
-            counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps)
+            counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps, of_host=not on_gpu)
         else:
             gradients = _nbytes(param for _, param in named) if keeps else 0
             counted = without_activations(_nbytes(params), gradients)

@@ -73,7 +73,14 @@ class Tracer:
         return [batch for found in self._found.values() for batch in found]
 
     def count(
-        self, model: CausalLM, settings: TrainSettings, dtype: torch.dtype, length: int, *, keeps: bool
+        self,
+        model: CausalLM,
+        settings: TrainSettings,
+        dtype: torch.dtype,
+        length: int,
+        *,
+        keeps: bool,
+        of_host: bool = False,
     ) -> Footprint:
         """What one micro-batch takes.
 
@@ -83,14 +90,15 @@ class Tracer:
             dtype: of the parameters.
             length: tokens of each sequence.
             keeps: gradients stay until all are there.
+            of_host: it trains on the CPU.
         """
         key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
-               settings.enable_activation_checkpointing, settings.compile, keeps)  # fmt: skip
+               settings.enable_activation_checkpointing, settings.compile, keeps, of_host)  # fmt: skip
         found = self._found.setdefault(key, {})
 
         def traced(batch: int) -> Footprint:
             if batch not in found:
-                found[batch] = _extrapolated(model, settings, batch, length, keeps=keeps)
+                found[batch] = _extrapolated(model, settings, batch, length, keeps=keeps, of_host=of_host)
             return found[batch]
 
         batch = settings.batch_size
@@ -101,17 +109,22 @@ class Tracer:
         return traced(less) if less == batch else traced(less).towards(found[least], (batch - less) / (least - less))
 
 
-def _extrapolated(model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool) -> Footprint:
+def _extrapolated(
+    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, of_host: bool
+) -> Footprint:
     number = len(layers_of(model.module))
     if number <= 2 * TRACED[1]:
-        return _trace(model, settings, batch, length, keeps=keeps, number=number)
-    few, more = (_trace(model, settings, batch, length, keeps=keeps, number=each) for each in TRACED)
+        return _trace(model, settings, batch, length, keeps=keeps, of_host=of_host, number=number)
+    few, more = (_trace(model, settings, batch, length, keeps=keeps, of_host=of_host, number=each) for each in TRACED)
     return of_more_layers(few, more, (number - TRACED[1]) / (TRACED[1] - TRACED[0]))
 
 
-def _trace(model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, number: int) -> Footprint:
+def _trace(
+    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, of_host: bool, number: int
+) -> Footprint:
     few, step = shortened(model, settings, batch, length, number=number)
-    return footprint(few.module, step, keeps_gradients=keeps, layers=list(layers_of(few.module)))
+    layers = list(layers_of(few.module))
+    return footprint(few.module, step, keeps_gradients=keeps, layers=layers, of_host=of_host)
 
 
 def shortened(

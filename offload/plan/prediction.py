@@ -46,8 +46,8 @@ class Settings:
     """What of a run's settings decides when its optimizer works.
 
     Attributes:
-        strategy: ``resident``, ``stream`` or ``host``; ``torchao`` for its CPU offload; ``plain`` for an optimizer that
-            runs after backward, on the device.
+        strategy: ``resident``, ``stream``, ``host`` or ``auto``; ``torchao`` for its CPU offload; ``plain`` for an
+            optimizer that runs after backward, on the device.
         state_bytes: of all states, for each element that is trained.
         update_in_backward: as :class:`offload.OffloadOptimizer`'s; so are the next three.
         offload_gradients: gradients go to the host as soon as they are there.
@@ -218,7 +218,7 @@ def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
     traffic = 2 * states + 3 * elements * width
     if settings.strategy in ("plain", "resident"):
         return compute + (traffic / machine.device if settings.strategy == "plain" else 0.0)
-    if settings.strategy == "stream":
+    if settings.strategy in ("stream", "auto"):  # auto is no slower
         work = max(states * settings.offloaded / machine.up, states * settings.offloaded / machine.down)
     else:
         link = elements * width / min(machine.up, machine.down)

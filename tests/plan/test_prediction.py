@@ -85,7 +85,9 @@ def test_micro_batches_that_were_not_replayed_take_as_long_as_one_that_was() -> 
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize(("strategy", "factor"), [("stream", 1.0), ("stream", 0.2), ("host", 1.0), ("resident", 1.0)])
+@pytest.mark.parametrize(
+    ("strategy", "factor"), [("stream", 1.0), ("stream", 0.2), ("auto", 1.0), ("host", 1.0), ("resident", 1.0)]
+)
 def test_the_estimate_ranks_as_the_replay_does(strategy: str, factor: float, early: bool) -> None:
     machine = dataclasses.replace(MACHINE, up=factor * MACHINE.up, down=factor * MACHINE.down)
     settings = Settings(strategy, STATES, update_in_backward=early)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import memory_per_rank
 import pytest
 import torch
 
@@ -98,3 +101,19 @@ def test_what_is_set_is_kept() -> None:
         assert division == Division(1, False)
     assert least(Choice(), TWO_HOSTS).ranks == 8
     assert least(object(), World()).ranks == 1
+
+
+# The page's table
+
+
+def test_docs_have_the_recorded_table() -> None:
+    record = json.loads(memory_per_rank.RECORD.read_text(encoding="utf-8"))
+    table = memory_per_rank.BEGIN + memory_per_rank.table(record) + memory_per_rank.END
+    assert table in memory_per_rank.DISTRIBUTED.read_text(encoding="utf-8")
+
+
+def test_the_record_is_what_is_planned(planner: Planner) -> None:
+    record = json.loads(memory_per_rank.RECORD.read_text(encoding="utf-8"))
+    (row,) = [row for row in record["rows"] if (row["model"], row["ranks"]) == ("llama2_7b", 8)]
+    plan = planned(planner, "llama2_7b_offload_distributed", sharding=Sharding(8, reduce_itemsize=4))
+    assert plan.budget.device / GIB == pytest.approx(row["gpu_gib"], abs=0.1)

@@ -118,6 +118,25 @@ def test_the_second_signal_ends_at_once(
     assert (out, err, child.returncode) == ("buffered ", "", status)
 
 
+@pytest.mark.parametrize(("pause", "status"), [(0.0, 0), (1.2, 143)])
+def test_of_several_processes_a_copy_of_the_first_signal_is_not_a_second_one(
+    pause: float, status: int, start: Start
+) -> None:
+    """Slurm signals each process of a job, and torchrun passes its own one on to them."""
+    child = start(f"""
+        from offload.distributed.world import World
+        with Interrupt(world=World(0, 2)) as interrupt:
+            print("ready", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep({pause})
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            sys.exit(0 if interrupt.signum == signal.SIGTERM else 1)
+        """)
+    child.communicate(timeout=60)
+    assert child.returncode == status
+
+
 def test_handlers_are_restored() -> None:
     def mine(number: int, frame: object) -> None:
         pass

@@ -56,8 +56,9 @@ def predicted(name: str, words: list[str], measured: dict[str, Any]) -> float:
     """Seconds of a step, as `tune plan` predicts it."""
     from offload.cli import registry
     from offload.cli.plan import _Run
+    from offload.distributed.world import World
 
-    run = _Run(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words)
+    run = _Run(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words, World())
     run.device(elsewhere=False)
     plan = run.plan(())
     dtype = torch.bfloat16 if run.settings.dtype == "bf16" else torch.float32

@@ -21,3 +21,10 @@ def test_the_page_has_the_recorded_table() -> None:
         text = plan_time.table(json.loads(plan_time.RECORD.read_text(encoding="utf-8")))
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     assert plan_time.BEGIN + text + plan_time.END in page
+
+
+def test_a_row_of_the_grid_is_predicted() -> None:
+    costs = {"products": 1e-9, "attention": 0.0, "moved": 0.0, "launches": 0.0}
+    rates = {"training": {"fp32": costs, "bf16": costs}, "cpu_adamw": {"torch fused": 1e12}, "host_copy": 1e15}
+    name, overrides = plan_time.RUNS[0]
+    assert plan_time.predicted(name, [*plan_time.COMMON, *overrides.split()], rates) > 1.0

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,14 +73,17 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
     _end_at_second_signal()
-    try:
-        run.run(arguments)
-    except SignalException as signalled:
-        return 128 + int(signalled.sigval)
-    except ChildFailedError as error:
-        return _status_of(error.failures)
-    except (RuntimeError, ValueError, RendezvousError) as error:
-        raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
+    with contextlib.ExitStack() as stack:
+        if arguments.log_dir is None:  # where processes leave word of their errors; torchrun would leave it behind
+            arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
+        try:
+            run.run(arguments)
+        except SignalException as signalled:
+            return 128 + int(signalled.sigval)
+        except ChildFailedError as error:
+            return _status_of(error.failures)
+        except (RuntimeError, ValueError, RendezvousError) as error:
+            raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
     return 0
 
 

@@ -47,7 +47,12 @@ class Job:
             self.process = subprocess.Popen(
                 [*command, f"output_dir={self.out}", *overrides],
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(folder),
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -117,6 +122,7 @@ def test_a_killed_rank_is_named_and_torchrun_goes_on_from_the_checkpoint(tmp_pat
     assert sorted(path.name for path in run.out.iterdir()) == [
         "metrics.jsonl", "run.json", "step_2", "step_4", "step_6", "step_8",
     ]  # fmt: skip
+    assert list(tmp_path.glob("torchelastic_*")) == []
     record = json.loads((run.out / "run.json").read_text())
     assert record["status"] == "done" and record["resumed_from_step"] % 2 == 0 and record["resumed_from_step"] > 0
 

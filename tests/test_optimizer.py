@@ -603,7 +603,7 @@ def test_a_discarded_optimizer_leaves_no_hooks_behind() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"strategy": "hots"}, "got 'hots', expected one of host, stream, resident; did you mean host?"),
+        ({"strategy": "hots"}, "got 'hots', expected one of host, stream, resident, auto; did you mean host?"),
         ({"strategy": "resident", "offload_gradients": True}, "strategy=stream or host"),
         ({"optimizer_class": "torch.optim.Adamm"}, "torch.optim.Adam"),
         ({"optimizer_class": "torch.nn.Linear"}, "not a torch.optim.Optimizer"),

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,8 +72,8 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
-    _end_at_second_signal()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ending_at_second_signal())
         if arguments.log_dir is None:  # where processes leave word of their errors; torchrun would leave it behind
             arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
         try:
@@ -133,24 +133,32 @@ def _mended(error: Exception, arguments: Any, hosts: int) -> str:
     return f"{type(error).__name__}: {said}"
 
 
-def _end_at_second_signal() -> None:
-    """End this process and its children at the second signal: torchrun would wait for them again.
+@contextlib.contextmanager
+def _ending_at_second_signal() -> Iterator[None]:
+    """Inside, the second signal ends this process and its children: torchrun would wait for them again.
 
     The numbers of signals come through a descriptor, so that the handlers stay torchrun's.
     """
     if threading.current_thread() is not threading.main_thread():
+        yield
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-    def watch(kept_open: socket.socket) -> None:
-        reader.recv(1)
-        number = reader.recv(1)[0]
-        _end_children(number)
-        os._exit(128 + number)
+    def watch() -> None:
+        with reader:
+            numbers = [reader.recv(1), reader.recv(1)]  # nothing, once the other end is closed
+        if numbers[1]:
+            _end_children(numbers[1][0])
+            os._exit(128 + numbers[1][0])
 
-    threading.Thread(target=watch, args=(writer,), name="second signal", daemon=True).start()
+    threading.Thread(target=watch, name="second signal", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
 
 
 def _end_children(first: int) -> None:

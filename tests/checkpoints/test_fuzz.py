@@ -24,6 +24,7 @@ from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import CheckpointManager, Loaded
 from offload.device import random_state, set_random_state
+from offload.distributed import world as processes
 from offload.errors import UserError
 from offload.models.torchtune.checkpoint import TorchtuneFormat
 from offload.training.resume import check_fields, put_back, put_back_random
@@ -118,7 +119,7 @@ class World:
             check_fields(loaded.recipe_state, path)
             optimizer, scheduler = self._build(which)
             put_back(loaded.recipe_state, optimizer, scheduler, path)
-            put_back_random(loaded.recipe_state, CPU, path)
+            put_back_random(loaded.recipe_state, CPU, path, processes.World())
             outcome = path.name
         except UserError as error:
             assert len(str(error).splitlines()) == 1, str(error)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,7 @@ def test_a_recipe_file_with_torchrun_options_goes_to_torchrun(shipped, launched,
     assert options.module and options.training_script_args == [files[0], "--config", files[1], "a=2"]
     assert (options.nproc_per_node, options.max_restarts) == ("2", 1)
     assert options.shutdown_timeout >= 3600, "processes that save get the time for it"
+    assert signal.set_wakeup_fd(-1) == -1, "nobody listens for signals afterwards"
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
 
 

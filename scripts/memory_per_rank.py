@@ -43,10 +43,11 @@ def run() -> list[dict[str, Any]]:
         for ranks in RANKS:
             world = World(0, ranks, 0, min(ranks, PER_HOST))
             made = _Run(recipe, config.path, [], world)
-            made._planner = planned
+            if planned is not None:
+                made.planner = planned
             made._device = torch.device("cuda")
             plan = made.plan(())
-            planned = made._planner
+            planned = made.planner
             items = {item.name: round(item.nbytes / GIB, 2) for item in plan.budget.items if item.place != DISK}
             host = plan.budget.host * min(ranks, PER_HOST) / GIB
             rows.append({"model": name, "ranks": ranks, "gpu_gib": round(plan.budget.device / GIB, 1),

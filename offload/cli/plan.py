@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -314,7 +315,6 @@ class _Run:
             if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check")
         )  # fmt: skip
         self.settings: Any = self._load(())
-        self._planner: Any = None
         self._predictor: Any = None
 
     def _load(self, changes: Sequence[str]) -> Any:
@@ -343,15 +343,25 @@ class _Run:
         Raises:
             UserError: they do not go together, or with the rest.
         """
-        import torch
+        from offload.device import DTYPES
 
         settings = self._load(changes)
-        if self._planner is None:
-            from offload.training.budgeting import Planner, process_of_a_run
+        dtype = DTYPES[settings.dtype]
+        return self.planner.plan(settings, self._device, dtype, sharding=self._sharding(settings, dtype))
 
-            self._planner = Planner(process_of_a_run, adapts=self._class.adapts)
-        dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-        return self._planner.plan(settings, self._device, dtype, sharding=self._sharding(settings, dtype))
+    def may_fit(self, limits: Limits) -> bool:
+        """Whether there is room for what the run takes beside its activations."""
+        from offload.device import DTYPES
+
+        least = self.planner.least(self.settings, self._device, DTYPES[self.settings.dtype])
+        return bool(least.budget.fits(limits.device, limits.host))
+
+    @functools.cached_property
+    def planner(self) -> Any:
+        """Of the run's variations (:class:`offload.training.budgeting.Planner`)."""
+        from offload.training.budgeting import Planner, process_of_a_run
+
+        return Planner(process_of_a_run, adapts=self._class.adapts)
 
     def _sharding(self, settings: Any, dtype: Any) -> Any:
         from offload.training.dividing import choose, divisions, least
@@ -361,7 +371,7 @@ class _Run:
         division, self.division = choose(
             settings,
             self._world,
-            lambda sharding: self._planner.plan(settings, self._device, dtype, sharding=sharding).budget,
+            lambda sharding: self.planner.plan(settings, self._device, dtype, sharding=sharding).budget,
             device=self.limits.device,
             host=self.limits.host,
         )
@@ -405,7 +415,7 @@ class _Run:
         from offload.training.ranking import Ranking
 
         ranking = Ranking(
-            self.settings, self._planner, self.predictor, machine, self._device, (limits.device, limits.host),
+            self.settings, self.planner, self.predictor, machine, self._device, (limits.device, limits.host),
             self._is_allowed,
         )  # fmt: skip
         return ranking.best(number)
@@ -416,7 +426,7 @@ class _Run:
         from offload.training.predicting import Predictor
 
         if self._predictor is None:
-            self._predictor = Predictor(self._planner)
+            self._predictor = Predictor(self.planner)
         return self._predictor
 
     def sister(self, name: str, limits: Limits, rates: _Rates | None) -> tuple[str, Any] | None:
@@ -431,6 +441,8 @@ class _Run:
                 recipe = registry.find_recipe(registry.recipe_of_config(other))
                 run = _Run(recipe, registry.our_configs()[other], [], self._world)
                 run.device(elsewhere=limits.device is not None)
+                if self._world.size == 1 and not run.may_fit(limits):
+                    continue
                 found = run.plan(())
                 if found.budget.fits(limits.device, limits.host):
                     if rates is None:

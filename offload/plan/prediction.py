@@ -37,6 +37,9 @@ STEP_SECONDS = 0.002
 LEAST_LAYERS = 6
 """That are replayed, however little is in flight."""
 
+MOST_LAYERS = 32
+"""That are replayed of a deeper model, the rest in proportion: 48 layers come out within 2 %, in half the time."""
+
 REPLAYED_MICRO_BATCHES = 3
 """The first waits for updates, the last brings them, and those between are all alike."""
 
@@ -153,7 +156,7 @@ def _predict(whole: Workload, machine: Machine, settings: Settings) -> Predictio
 def _shallow(load: Workload, in_flight_gib: float) -> Workload:
     """A part of the model, its edges too. Little in flight is many small pieces, and a layer has nothing to do with
     those far from it."""
-    layers = max(min(load.layers, LEAST_LAYERS), math.ceil(load.layers * min(1.0, in_flight_gib)))
+    layers = max(min(load.layers, LEAST_LAYERS), math.ceil(min(load.layers, MOST_LAYERS) * min(1.0, in_flight_gib)))
     if layers >= load.layers:
         return load
     part = layers / load.layers

@@ -242,6 +242,8 @@ def _gathered(
     sharding: Sharding, parts: CausalLM, counted: Footprint, settings: TrainSettings
 ) -> list[tuple[str, int]]:
     """What a rank holds beside its part of the weights."""
+    if sharding.ranks == 1:
+        return []
     layers = list(layers_of(parts.module))
     of_layers = [_nbytes(layer.parameters()) for layer in layers]
     others = [block for block in parts.blocks() if all(block is not layer for layer in layers)]

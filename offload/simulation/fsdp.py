@@ -134,12 +134,15 @@ def _loose(simulator: SimulatedAccelerator, allocate: Callable[..., torch.Tensor
 
 
 def _collective(simulator: SimulatedAccelerator, operation: Any, name: str, cost: Cost | None) -> Any:
-    """A collective as one operation that reads and writes on the current stream, whatever its backend does instead."""
+    """A collective as one operation that reads and writes on the current stream, whatever its backend does instead; of
+    tensors of the host, as one that its caller waits for."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             result = operation(*args, **kwargs)
         written, *others = [*args, *kwargs.values()]
+        if all(simulator.is_on_host(tensor) for tensor in tensors_in([written])):
+            return result
         tensors = list(tensors_in([written, *others]))
         nbytes = round(max(tensor.nbytes for tensor in tensors) * simulator.scale)
         seconds = 0.0 if cost is None else cost(name, nbytes)

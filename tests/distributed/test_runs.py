@@ -171,11 +171,12 @@ def test_models_of_transformers_train_as_in_one_process(
         assert differing(got, want) == []
 
 
-@pytest.mark.parametrize(("reshards", "gathers"), [(True, 3 * (2 * 3 + 1)), (False, 3 + 1)])
+@pytest.mark.parametrize(("reshards", "gathers"), [(True, 3 * 2 * 3 + 1), (False, 3 + 1)])
 def test_weights_that_are_kept_are_gathered_once_a_step(
     reshards: bool, gathers: int, ranks: Ranks, workspace: Workspace, tmp_path: Path
 ) -> None:
-    """An embedding and two layers, in forward and backward of three micro-batches, or once; and what is in no block."""
+    """An embedding and two layers, in forward and backward of three micro-batches, or once; what is in no block is kept
+    either way."""
     results = listen(
         ranks, workspace, 2, tmp_path / "run", f"reshard_after_forward={reshards}", "gradient_accumulation_steps=3",
         "max_steps_per_epoch=2", planted="gathers",

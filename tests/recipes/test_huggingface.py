@@ -85,8 +85,8 @@ def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def patched(kind: type, ending: str) -> None:
         begin = kind.__init__
 
-        def init(self: Any, *args: Any) -> None:
-            begin(self, *args)
+        def init(self: Any, *args: Any, **options: Any) -> None:
+            begin(self, *args, **options)
             fill(self.module, ending)
 
         monkeypatch.setattr(kind, "__init__", init)

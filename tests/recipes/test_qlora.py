@@ -33,8 +33,8 @@ def test_a_run_equals_a_loop_over_peft_and_bitsandbytes(
     batches: list[tuple[Any, torch.Tensor]] = []
     init, call = AdaptedModel.__init__, SummedLoss.__call__
 
-    def remember(self: Any, *args: Any) -> None:
-        init(self, *args)
+    def remember(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         begin.update({name: tensor.clone() for name, tensor in self.adapter_weights().items()})
 
     def record(self: Any, inputs: Any, labels: torch.Tensor, num_labels: int) -> torch.Tensor:

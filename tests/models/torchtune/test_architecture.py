@@ -280,6 +280,7 @@ _LLAMA3 = {
     "attention_bias": False, "num_key_value_heads": 8,
 }  # fmt: skip
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 _MISTRAL = {
     "model_type": "mistral", "hidden_act": "silu", "vocab_size": 32000, "rms_norm_eps": 1e-5, **_8B,
     "num_key_value_heads": 8, "max_position_embeddings": 32768, "tie_word_embeddings": False,
@@ -298,6 +299,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Meta-Llama-3-8B": {**_LLAMA3, **_8B, "max_position_embeddings": 8192, "rope_scaling": None},
     "Meta-Llama-3.1-8B-Instruct": {**_LLAMA3, **_8B, "max_position_embeddings": 131072, "rope_scaling": _ROPE_3_1},
+    "Meta-Llama-3.1-70B-Instruct": {**_LLAMA3, **_70B, "max_position_embeddings": 131072, "rope_scaling": _ROPE_3_1},
     "Llama-3.2-1B-Instruct": {
         **_LLAMA3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "head_dim": 64, "max_position_embeddings": 131072, "rope_scaling": {**_ROPE_3_1, "factor": 32.0},

@@ -56,13 +56,13 @@ def predicted(name: str, words: list[str], measured: dict[str, Any]) -> float:
     """Seconds of a step, as `tune plan` predicts it."""
     from offload.cli import registry
     from offload.cli.plan import _Run
+    from offload.device import DTYPES
     from offload.distributed.world import World
 
     run = _Run(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words, World())
     run.device(elsewhere=False)
     plan = run.plan(())
-    dtype = torch.bfloat16 if run.settings.dtype == "bf16" else torch.float32
-    return run.predictor.predict_on_cpu(run.settings, plan, measured, dtype).step_seconds
+    return run.predictor.predict_on_cpu(run.settings, plan, measured, DTYPES[run.settings.dtype]).step_seconds
 
 
 def taken(name: str, words: list[str], *, cpu_time: bool) -> float:

@@ -204,9 +204,10 @@ def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: st
     """The rates of the card that was named, or of the one that is here; None where neither is known."""
     import torch
 
+    from offload.device import DTYPES
     from offload.plan import machines
 
-    dtype = torch.bfloat16 if dtype_name == "bf16" else torch.float32
+    dtype = DTYPES[dtype_name]
     stated = None if options.ram_bandwidth is None else float(size(options.ram_bandwidth, "--ram-bandwidth", "50GB"))
     if device.type == "cpu" or (card is None and options.vram is not None):
         return None
@@ -226,13 +227,12 @@ def _speed_on_cpu(run: _Run, plan: Any) -> str:
     """How fast a run is on this CPU, where that can be told."""
     import torch
 
-    from offload.metrics.this_machine import costs_here
+    from offload.device import DTYPES
 
-    here = costs_here()
-    if here is None:
+    found = run.predictor.predict_here(run.settings, plan, torch.device("cpu"), DTYPES[run.settings.dtype])
+    if found is None:
         return "speed: `tune doctor` measures, once, what predicting it on a CPU takes"
-    dtype = torch.bfloat16 if run.settings.dtype == "bf16" else torch.float32
-    return _speed(run.predictor.predict_on_cpu(run.settings, plan, here[0], dtype), here[1])
+    return _speed(*found)
 
 
 def _speed(found: Any, source: str) -> str:
@@ -315,7 +315,6 @@ class _Run:
             if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check")
         )  # fmt: skip
         self.settings: Any = self._load(())
-        self._predictor: Any = None
 
     def _load(self, changes: Sequence[str]) -> Any:
         from offload.config.loading import load_and_check
@@ -420,14 +419,12 @@ class _Run:
         )  # fmt: skip
         return ranking.best(number)
 
-    @property
+    @functools.cached_property
     def predictor(self) -> Any:
-        """Of the run's variations, once one of them was planned (:class:`offload.training.predicting.Predictor`)."""
+        """Of the run's variations (:class:`offload.training.predicting.Predictor`)."""
         from offload.training.predicting import Predictor
 
-        if self._predictor is None:
-            self._predictor = Predictor(self.planner)
-        return self._predictor
+        return Predictor(self.planner)
 
     def sister(self, name: str, limits: Limits, rates: _Rates | None) -> tuple[str, Any] | None:
         """The config of the same model that trains an adapter, and its memory and speed, where that fits."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from offload.engine.runtime import Event
 from offload.engine.shards import local
 from offload.plan.collectives import System
 from offload.plan.replay import (
+    SteadyState,
     _bytes,
     _counting_packed_updates,
     _model,
@@ -42,36 +43,9 @@ from offload.simulation.memory import Use
 from offload.simulation.sharing import Sharing
 
 
-@dataclass(frozen=True)
-class RankResult:
-    """One step in the steady state of one of the ranks, in seconds.
-
-    Attributes:
-        step: from one step to the next.
-        compute: of them, forward and backward.
-        busy: for each resource, the seconds per step for which its work would keep it busy: ``compute``, ``up`` and
-            ``down`` (the link), ``host`` (this rank's share of the host's memory), ``collectives``.
-        trace: who did what when, in one step.
-        first: memory of the card in the first step, and while the optimizer is built.
-        steady: memory of the card in the steady state.
-    """
-
-    step: float
-    compute: float
-    busy: dict[str, float]
-    trace: list[Span] = field(repr=False)
-    first: Use
-    steady: Use
-
-    @property
-    def exposed(self) -> float:
-        """Seconds per step that forward and backward wait for collectives and the optimizer."""
-        return self.step - self.compute
-
-    @property
-    def bound(self) -> float:
-        """No schedule with the same work is faster than what its busiest part needs."""
-        return max(self.busy.values())
+class RankResult(SteadyState):
+    """A step of one of the ranks, of whose resources ``busy`` tells: ``compute``, ``up`` and ``down`` (the link),
+    ``host`` (its share of the host's memory) and ``collectives``, each as long as its work alone would take."""
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,16 @@ from offload.simulation.sharing import Sharing
 
 
 @dataclass(frozen=True)
-class Result:
+class SteadyState:
     """One step in the steady state, and what bounds it, in seconds; the device's memory.
 
     Attributes:
         step: from one step to the next; infinite where memory ran out.
         compute: of them, forward and backward.
-        busy: for each agent, the seconds per step that it works.
+        busy: for each agent or resource, the seconds per step that it works.
         trace: who did what when, in one step, from the beginning of its forward.
-        micro_batch: of three micro-batches or more, what the second takes; otherwise the whole step.
         first: memory of construction and the first step.
         steady: memory of the steps in the steady state.
-        pinned_late: bytes of host memory that were page-locked after construction.
-        out_of_memory: when the device had too little and what it said, ``step 1: ...``; empty where it had enough.
     """
 
     step: float
@@ -51,19 +48,31 @@ class Result:
     trace: list[Span] = field(repr=False)
     first: Use
     steady: Use
-    pinned_late: int
-    out_of_memory: str = ""
-    micro_batch: float = math.nan
 
     @property
     def exposed(self) -> float:
-        """Seconds per step that forward and backward wait for the optimizer."""
+        """Seconds per step that forward and backward wait for the optimizer, and for any collectives."""
         return self.step - self.compute
 
     @property
     def bound(self) -> float:
-        """No schedule is faster than what its busiest part needs."""
+        """No schedule with the same work is faster than what its busiest part needs."""
         return max(self.busy.values())
+
+
+@dataclass(frozen=True)
+class Result(SteadyState):
+    """A step of one card.
+
+    Attributes:
+        pinned_late: bytes of host memory that were page-locked after construction.
+        out_of_memory: when the device had too little and what it said, ``step 1: ...``; empty where it had enough.
+        micro_batch: of three micro-batches or more, what the second takes; otherwise the whole step.
+    """
+
+    pinned_late: int
+    out_of_memory: str = ""
+    micro_batch: float = math.nan
 
 
 class _Stage(nn.Module):

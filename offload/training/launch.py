@@ -115,6 +115,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             print(f"note: {note}", file=sys.stderr)
         with _telling_peers():
             recipe = recipe_class(settings, cfg)
+        with _telling_peers(recipe):
             status = _run(recipe)
             world.barrier()  # the main process writes to the end
         return status

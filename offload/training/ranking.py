@@ -13,6 +13,7 @@ import torch
 import yaml
 from omegaconf import DictConfig
 
+from offload.device import DTYPES
 from offload.errors import UserError
 from offload.plan.prediction import Prediction
 from offload.plan.workload import Machine
@@ -81,7 +82,7 @@ class Ranking:
     ) -> None:
         self._settings, self._planner, self._predictor = settings, planner, predictor
         self._machine, self._device, self._limits, self._allowed = machine, device, limits, allowed
-        self._dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+        self._dtype = DTYPES[settings.dtype]
 
     def best(self, number: int) -> list[Choice]:
         """The fastest that fit, with their predictions; one of each kind, with the micro-batch that suits it.

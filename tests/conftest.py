@@ -24,8 +24,7 @@ class ThreadedRuntime(HostRuntime):
     ) -> Event:
         # As on an accelerator, autograd sees the write when it is queued.
         torch.autograd.graph.increment_version(dst)
-        dst.data.copy_(src.data)
-        return self.record()
+        return super().copy(dst.data, src.data, direction, after, name)
 
 
 def play_device(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:

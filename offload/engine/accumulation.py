@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from offload.engine.gradients import TakenGradient
 from offload.engine.in_flight import InFlight
+from offload.engine.marks import mark
 from offload.engine.memory import HostMemory, carve
 from offload.engine.norms import tensor_norms
-from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.runtime import DONE, Event, Runtime, traced
 from offload.engine.shards import local, set_gradient
 from offload.engine.worker import Worker
 
@@ -90,8 +91,8 @@ class HostGradients(Worker):
                 self._slots = deque(self._memory.allocate(slots, "staging"))
                 self._slot_bytes = largest
 
-    def take(self, param: nn.Parameter, gradient: Tensor, *, measure: bool = False) -> None:
-        """Queue the copy of a gradient to its host buffer, and let go of it on the device."""
+    def take(self, param: nn.Parameter, gradient: Tensor, unit: str, *, measure: bool = False) -> None:
+        """Queue the copy of a gradient to its host buffer, and let go of it on the device; ``unit``: its name."""
         if self._runtime.shares_memory and self._dtype in (None, gradient.dtype):
             buffer = gradient
         elif self._runtime.shares_memory:
@@ -105,10 +106,10 @@ class HostGradients(Worker):
             self._norms.pop(param, None)
             if buffer.dtype == gradient.dtype:
                 after = (self._runtime.record(),)
-                self._arrived[param] = self._runtime.copy(buffer, gradient, "down", after, "gradient down")
-                self._in_flight.release([gradient], self._arrived[param])
+                self._arrived[param] = self._runtime.copy(buffer, gradient, "down", after, mark("gradient down", unit))
+                self._in_flight.release([gradient], self._arrived[param], unit)
             else:
-                self._bring(param, buffer, gradient, first=True, measure=measure)
+                self._bring(param, buffer, gradient, unit, first=True, measure=measure)
 
         def before_zeroing() -> None:
             self._wait()
@@ -116,7 +117,9 @@ class HostGradients(Worker):
 
         set_gradient(param, TakenGradient(local(param), buffer, on_host=True, wait=before_zeroing))
 
-    def add(self, param: nn.Parameter, marker: TakenGradient, addend: Tensor, *, measure: bool = False) -> None:
+    def add(
+        self, param: nn.Parameter, marker: TakenGradient, addend: Tensor, unit: str, *, measure: bool = False
+    ) -> None:
         """Add a later micro-batch's gradient to the one that rests on the host.
 
         ``measure``: the norm of the sum will be asked for; it is taken behind the addition.
@@ -125,7 +128,7 @@ class HostGradients(Worker):
         if self._runtime.shares_memory:
             marker.rest.add_(addend)
         else:
-            self._bring(param, marker.rest, addend, first=False, measure=measure)
+            self._bring(param, marker.rest, addend, unit, first=False, measure=measure)
 
     def norm(self, param: nn.Parameter) -> Tensor | None:
         """The norm of order 2 that was taken behind the last addition; None where none was."""
@@ -152,18 +155,23 @@ class HostGradients(Worker):
                 self._signal.wait()
             self._raise_error()
 
-    def _bring(self, param: nn.Parameter, buffer: Tensor, gradient: Tensor, *, first: bool, measure: bool) -> None:
+    def _bring(
+        self, param: nn.Parameter, buffer: Tensor, gradient: Tensor, unit: str, *, first: bool, measure: bool
+    ) -> None:
         if not self._slot_bytes:
             self.reserve([], sums=True)
         with self._signal:
             self._start()
-            while not self._slots and self._error is None:
-                self._signal.wait()
+            if not self._slots:
+                with traced(mark("wait in backward", unit)):
+                    while not self._slots and self._error is None:
+                        self._signal.wait()
             self._raise_error()
             slot = self._slots.popleft()
         (addend,) = carve(slot, [gradient])
-        filled = self._runtime.copy(addend, gradient, "down", (self._runtime.record(),), "gradient down")
-        self._in_flight.release([gradient], filled)
+        name = mark("gradient down", unit)
+        filled = self._runtime.copy(addend, gradient, "down", (self._runtime.record(),), name)
+        self._in_flight.release([gradient], filled, unit)
         with self._signal:
             self._pending[param] += 1
             self._additions.append(_Addition(param, buffer, addend, slot, filled, first, measure))

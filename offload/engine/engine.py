@@ -26,10 +26,11 @@ from offload.engine.fsdp import VERSIONS, AllGatherWaits, difference
 from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
 from offload.engine.in_flight import InFlight
+from offload.engine.marks import ALL, mark
 from offload.engine.model import ModelWaits, weakly
 from offload.engine.norms import Norms, total_norm
 from offload.engine.pipeline import Gradient, Job, Pipeline
-from offload.engine.runtime import Event, Runtime
+from offload.engine.runtime import Event, Runtime, traced
 from offload.engine.shards import LocalParameters, gradient_of, local, set_gradient
 from offload.engine.states import States
 from offload.engine.units import Piece, Unit
@@ -268,8 +269,8 @@ class Engine:
                 self._check_dense(param, gradient)
                 if is_final:
                     self.norms.leave({param: gradient})
-                self._lend(gradient)
-                self.gradients.take(param, gradient, measure=is_final and self.norms.measure)
+                self._lend(param, gradient)
+                self.gradients.take(param, gradient, self._unit(param), measure=is_final and self.norms.measure)
             elif in_backward and self._worker is not None:
                 self._check_dense(param, gradient)
                 self._in_flight.hold(gradient)
@@ -292,16 +293,21 @@ class Engine:
             set_gradient(param, gradient.rest.add_(addend))
         else:
             assert self.gradients is not None
-            self._lend(addend)
-            self.gradients.add(param, gradient, addend, measure=is_final and self.norms.measure)
+            self._lend(param, addend)
+            measure = is_final and self.norms.measure
+            self.gradients.add(param, gradient, addend, self._unit(param), measure=measure)
             return False
         return True
 
-    def _lend(self, gradient: Tensor) -> None:
+    def _unit(self, param: nn.Parameter) -> str:
+        """The name of a parameter's unit."""
+        return self._pieces[param][0].unit.name
+
+    def _lend(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Count a gradient that goes to the host at once."""
         if not self._runtime.shares_memory:
             self._in_flight.hold(gradient)
-            self._in_flight.submit([gradient])
+            self._in_flight.submit({gradient: self._unit(param)})
 
     def _final(self, param: nn.Parameter) -> None:
         complete = []
@@ -352,7 +358,7 @@ class Engine:
         ready = self._runtime.record()
         made = [Job(piece, gradients, ready, *options[piece.way == "host"]) for piece, gradients in jobs]
         if self._worker is not None:
-            self._in_flight.submit(on_device.values())
+            self._in_flight.submit({gradient: self._unit(param) for param, gradient in on_device.items()})
             self._worker.submit(made)
         else:
             for job in made:
@@ -384,7 +390,7 @@ class Engine:
         if not isinstance(value, Tensor) or self._runtime.is_on_host(value):
             return value
         host = self._runtime.empty_pinned(value.nbytes).view(value.dtype).view(value.shape)
-        read.append(self._runtime.copy(host, value, "down", (self._runtime.record(),), "hyperparameter down"))
+        read.append(self._runtime.copy(host, value, "down", (self._runtime.record(),), mark("copy down", ALL)))
         self._in_flight.release([value], read[-1])
         return host
 
@@ -414,10 +420,11 @@ class Engine:
 
     def _update_now(self, job: Job) -> None:
         gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices}
-        self._states.update(
-            {part: (part.of(local(part.param).detach()), gradient) for part, gradient in gradients.items()},
-            lambda entries: self._step(entries, job.groups, job.scale),
-        )
+        with traced(mark("update", job.piece.name)):
+            self._states.update(
+                {part: (part.of(local(part.param).detach()), gradient) for part, gradient in gradients.items()},
+                lambda entries: self._step(entries, job.groups, job.scale),
+            )
 
     def step(self) -> None:
         """Submit the update of everything that has a gradient and was not updated in backward."""
@@ -466,7 +473,7 @@ class Engine:
                 before.append((part, part.grad))
                 part.grad = values
         try:
-            with self._folding(base, self._take_scale()):
+            with self._folding(base, self._take_scale()), traced(mark("update", ALL)):
                 yield
         finally:
             for part, gradient in before:
@@ -503,7 +510,7 @@ class Engine:
                 updated.append(param)
         self.norms.clear()
         try:
-            with self._folding(base, scale):
+            with self._folding(base, scale), traced(mark("update", ALL)):
                 yield updated
         finally:
             for param in updated:
@@ -512,7 +519,7 @@ class Engine:
     def _on_the_host(self, values: Tensor) -> Tensor:
         """A copy of a device tensor in pageable host memory, at once."""
         host = torch.empty_like(values, device="cpu")
-        self._runtime.copy(host, values, "down", (self._runtime.record(),), "gradient down").synchronize()
+        self._runtime.copy(host, values, "down", (self._runtime.record(),), mark("gradient down", ALL)).synchronize()
         return host
 
     def upload(self, params: Iterable[nn.Parameter], copies: HostCopies) -> None:
@@ -582,10 +589,11 @@ class Engine:
 
     def settle(self) -> None:
         """Block until every queued update, copy and addition is done."""
-        if self.gradients is not None:
-            self.gradients.synchronize()
-        if self._worker is not None:
-            self._worker.settle()
+        with traced(mark("wait", ALL)):
+            if self.gradients is not None:
+                self.gradients.synchronize()
+            if self._worker is not None:
+                self._worker.settle()
 
 
 def _nothing(*_: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offload.engine.base import Entry, PartialStep
 from offload.engine.in_flight import InFlight
+from offload.engine.marks import mark
 from offload.engine.memory import HostMemory, carve, padded
 from offload.engine.pipeline import Job, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
@@ -204,7 +205,7 @@ class HostPipeline(Pipeline):
         gradients = {**spans, **dict(zip(on_device, carve(slot.buffer, on_device.values()), strict=True))}
         slot.filled = DONE
         for part, span in on_device.items():
-            name = f"{job.piece.name} gradient down"
+            name = mark("gradient down", job.piece.name)
             slot.filled = self._runtime.copy(gradients[part], span, "down", (job.ready,), name)
         return slot, gradients
 
@@ -214,12 +215,12 @@ class HostPipeline(Pipeline):
         slot.filled.synchronize()
         for read in job.read:
             read.synchronize()
-        self._in_flight.release(job.finished_gradients(), slot.filled)
+        self._in_flight.release(job.finished_gradients(), slot.filled, job.piece.unit.name)
         self._uploaded.get(job.piece, DONE).synchronize()
         hosts = {part: part.of(self._copies.of(part.param).detach()) for part in gradients}
 
         def step(entries: Sequence[Entry]) -> None:
-            with self._runtime.working(f"{job.piece.name} update"):
+            with self._runtime.working(mark("update", job.piece.name)):
                 self._step(entries, job.groups, job.scale)
 
         self._states.update({part: (hosts[part], gradient) for part, gradient in gradients.items()}, step)
@@ -227,7 +228,7 @@ class HostPipeline(Pipeline):
         uploaded: Event = DONE
         for part, host in hosts.items():
             target = part.of(local(part.param).detach())
-            uploaded = self._runtime.copy(target, host, "up", (job.ready,), f"{job.piece.name} parameters up")
+            uploaded = self._runtime.copy(target, host, "up", (job.ready,), mark("copy up", job.piece.name))
             self._copies.written(part.param)
         self._uploaded[job.piece] = uploaded
         self._finish(job, uploaded)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.marks import ALL, mark
+from offload.engine.runtime import DONE, Event, Runtime, traced
 
 
 class InFlight:
@@ -33,8 +34,8 @@ class InFlight:
         self._counted: dict[Tensor, int] = {}
         self._views: dict[int, dict[Tensor, None]] = {}  # of those counted, by the address of their memory
         self._bytes = 0
-        self._submitted: set[Tensor] = set()
-        self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
+        self._submitted: dict[Tensor, str] = {}  # and the unit of each
+        self._leaving: deque[tuple[Event, list[Tensor], str]] = deque()
 
     def set_aside(self, nbytes: int) -> None:
         """Take memory out of the limit, for something else; less than none: give it back."""
@@ -65,19 +66,20 @@ class InFlight:
             del self._views[address]
             self._bytes -= nbytes
 
-    def submit(self, gradients: Iterable[Tensor]) -> None:
-        """Say of gradients that something will :meth:`release` them."""
+    def submit(self, gradients: Mapping[Tensor, str]) -> None:
+        """Say of gradients, each with its unit's name, that something will :meth:`release` them."""
         with self._signal:
             self._submitted.update(gradients)
 
-    def release(self, tensors: Iterable[Tensor], after: Event) -> None:
-        """Let go of tensors once ``after`` is done."""
+    def release(self, tensors: Iterable[Tensor], after: Event, unit: str = ALL) -> None:
+        """Let go of tensors of a unit once ``after`` is done."""
         leaving = list(tensors)
         if not leaving:
             return
         with self._signal:
-            self._submitted.difference_update(leaving)
-            self._leaving.append((after, leaving))
+            for tensor in leaving:
+                self._submitted.pop(tensor, None)
+            self._leaving.append((after, leaving, unit))
             self._signal.notify_all()
         self.collect()
 
@@ -96,23 +98,26 @@ class InFlight:
         while True:
             self.collect()
             with self._signal:
-                while self._bytes > self.limit and self._submitted and not self._leaving:
-                    self._signal.wait()
+                if self._bytes > self.limit and self._submitted and not self._leaving:
+                    with traced(mark("wait in backward", next(iter(self._submitted.values())))):
+                        while self._bytes > self.limit and self._submitted and not self._leaving:
+                            self._signal.wait()
                 if self._bytes <= self.limit or not self._leaving:
                     return
-                oldest = self._leaving[0][0]
-            oldest.synchronize()
+                oldest, _, unit = self._leaving[0]
+            with traced(mark("wait in backward", unit)):
+                oldest.synchronize()
 
     def forget(self) -> None:
         """Stop counting gradients that nothing was submitted for: whoever owns them has dropped them."""
         with self._signal:
-            leaving = {tensor for _, tensors in self._leaving for tensor in tensors}
+            leaving = {tensor for _, tensors, _ in self._leaving for tensor in tensors}
             for gradient in [g for g in self._counted if g not in self._submitted and g not in leaving]:
                 self._forget(gradient)
 
     def give_up(self) -> None:
         """Nothing that was submitted will be released: wake whoever waits for it."""
         with self._signal:
-            self._leaving.append((DONE, list(self._submitted)))
+            self._leaving.append((DONE, list(self._submitted), ALL))
             self._submitted.clear()
             self._signal.notify_all()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from offload.engine.base import Hyperparameters
 from offload.engine.in_flight import InFlight
-from offload.engine.runtime import DONE, Event, Runtime
+from offload.engine.marks import mark
+from offload.engine.runtime import DONE, Event, Runtime, traced
 from offload.engine.units import Piece, Slice, Unit
 from offload.engine.worker import Worker
 
@@ -169,12 +170,15 @@ class Pipeline(Worker):
         ``keep``: another stream will wait for the same update.
         """
         with self._signal:
-            while self._open[unit] and self._error is None:
-                self._signal.wait()
+            if self._open[unit]:
+                with traced(mark("wait", unit.name)):
+                    while self._open[unit] and self._error is None:
+                        self._signal.wait()
             self._raise_error()
             event = self._updated.get(unit) if keep else self._updated.pop(unit, None)
         if event is not None:
-            self._runtime.wait(event)
+            with traced(mark("wait", unit.name)):
+                self._runtime.wait(event)
 
     def settle(self) -> None:
         """Block the thread until every update is done, and states and gradients lie where they rest."""

@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from offload.engine.marks import PREFIX
+
 Direction = Literal["down", "up"]
 """``down``: device to host. ``up``: host to device. Each direction has a copy stream of its own."""
 
@@ -86,7 +88,7 @@ class Runtime(Protocol):
     def wait(self, event: Event) -> None:
         """Make the current stream's later work wait for ``event``, without blocking the thread."""
 
-    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[None]:
+    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[object]:
         """Inside, torch operations of this thread go to the update stream; ``name`` is for traces.
 
         ``on_default``: to the device's default stream instead, where kernels that know no streams run.
@@ -149,7 +151,7 @@ class _Threads:
     """Real threads, for the runtimes on real machines."""
 
     def working(self, name: str) -> AbstractContextManager[object]:
-        return _traced(name)
+        return traced(name)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -163,11 +165,17 @@ class _Threads:
         return thread
 
 
-def _traced(name: str) -> AbstractContextManager[object]:
-    """A range in the profiler's trace; nothing where no profiler runs, since a range costs more than a launch."""
+_UNSEEN = nullcontext()
+
+
+def traced(name: str) -> AbstractContextManager[object]:
+    """A range in the profiler's trace; nothing where no profiler runs, since a range costs more than a launch.
+
+    ``name``: see :mod:`offload.engine.marks`.
+    """
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        return torch.profiler.record_function(f"offload: {name}")
-    return nullcontext()
+        return torch.profiler.record_function(PREFIX + name)
+    return _UNSEEN
 
 
 class HostRuntime(_Threads):
@@ -178,7 +186,8 @@ class HostRuntime(_Threads):
     def copy(
         self, dst: Tensor, src: Tensor, direction: Direction, after: Sequence[Event] = (), name: str = ""
     ) -> Event:
-        dst.copy_(src)
+        with traced(name or direction):
+            dst.copy_(src)
         return DONE
 
     def stream(self) -> Hashable:
@@ -190,8 +199,8 @@ class HostRuntime(_Threads):
     def wait(self, event: Event) -> None:
         return None
 
-    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
+    def updating(self, name: str = "", *, on_default: bool = False) -> AbstractContextManager[object]:
+        return traced(name or "update")
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return True
@@ -269,7 +278,7 @@ class AcceleratorRuntime(_Threads):
         stream = self._streams[direction]
         for event in after:
             self._wait(stream, event)
-        with self._on(stream), _traced(name or direction):
+        with self._on(stream), traced(name or direction):
             dst.copy_(src, non_blocking=True)
         return _StreamEvent(stream)
 
@@ -294,7 +303,7 @@ class AcceleratorRuntime(_Threads):
 
     @contextmanager
     def updating(self, name: str = "", *, on_default: bool = False) -> Iterator[None]:
-        with self._on(self._default if on_default else self._streams["update"]), _traced(name or "update"):
+        with self._on(self._default if on_default else self._streams["update"]), traced(name or "update"):
             yield
 
     def is_on_host(self, tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload.engine.base import PartialStep
 from offload.engine.in_flight import InFlight
+from offload.engine.marks import mark
 from offload.engine.memory import carve, padded
 from offload.engine.pipeline import Job, Jobs, Pipeline
 from offload.engine.runtime import DONE, Event, Runtime
@@ -228,7 +229,7 @@ class StreamPipeline(Pipeline):
         after = (slot.made, slot.freed, self._rested.get(piece, DONE))
         for host, offset in layout.runs:
             target = slot.states[offset : offset + host.numel()]
-            slot.filled = self._runtime.copy(target, host, "up", after, f"{piece.name} states up")
+            slot.filled = self._runtime.copy(target, host, "up", after, mark("copy up", piece.name))
         self._uploads.append(slot.filled)
         self._last_staged = slot.filled
 
@@ -247,7 +248,7 @@ class StreamPipeline(Pipeline):
     def _update(self, job: Job, slot: Slot) -> None:
         layout = self._states.layout(job.piece)
         from_host = self._bring_gradients(job, slot)
-        with self._runtime.updating(f"{job.piece.name} update", on_default=self._on_default):
+        with self._runtime.updating(mark("update", job.piece.name), on_default=self._on_default):
             self._runtime.wait(job.ready)
             self._runtime.wait(slot.filled)
             gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
@@ -264,7 +265,7 @@ class StreamPipeline(Pipeline):
             slot.freed = updated
 
         def down(target: Tensor, source: Tensor) -> None:
-            name = f"{job.piece.name} states down"
+            name = mark("copy down", job.piece.name)
             slot.freed = self._last_rested = self._runtime.copy(target, source, "down", (updated,), name)
 
         for host, offset in layout.runs:
@@ -276,7 +277,7 @@ class StreamPipeline(Pipeline):
             slot.freed.synchronize()
         self._rested[job.piece] = slot.freed
         gradients.clear()
-        self._in_flight.release([*job.options(), *job.finished_gradients()], updated)
+        self._in_flight.release([*job.options(), *job.finished_gradients()], updated, job.piece.unit.name)
         if slot in self._slots:
             with self._signal:
                 self._free.append(slot)
@@ -292,5 +293,5 @@ class StreamPipeline(Pipeline):
         gradients = dict(zip(spans, carve(slot.gradients, spans.values()), strict=True))
         for part, span in spans.items():
             after = (slot.made, slot.freed, from_host[part].arrived())
-            slot.filled = self._runtime.copy(gradients[part], span, "up", after, f"{job.piece.name} gradient up")
+            slot.filled = self._runtime.copy(gradients[part], span, "up", after, mark("gradient up", job.piece.name))
         return gradients

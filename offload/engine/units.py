@@ -104,8 +104,9 @@ class Piece:
     def numel(self) -> int:
         return sum(s.numel for s in self.slices)
 
-    @property
+    @cached_property
     def name(self) -> str:
+        """As traces call it, after the kind of work (:mod:`offload.engine.marks`)."""
         return f"{self.unit.name}: {self.slices[0].name}"
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.engine.marks import parse
+
 FIRST = ("main", "compute", "update", "up", "down")
 """The order of rows; other agents (worker threads) follow in order of appearance."""
 
@@ -28,8 +30,9 @@ def agents(trace: Sequence[Span]) -> list[str]:
 
 
 def unit_of(span: Span) -> str:
-    """The unit that a span is about: the text before the colon in its name."""
-    return span.name.partition(":")[0].strip()
+    """The unit that a span is about: a mark's, else the text before the colon in its name."""
+    found = parse(span.name)
+    return span.name.partition(":")[0].strip() if found is None else found.unit
 
 
 def write_chrome_trace(trace: Sequence[Span], path: str | Path) -> None:

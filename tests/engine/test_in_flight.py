@@ -42,7 +42,7 @@ def test_a_gradient_counts_until_its_event_is_done() -> None:
     gradient, event = torch.ones(20), Point()
     dead = weakref.ref(gradient)
     held.hold(gradient)
-    held.submit([gradient])
+    held.submit({gradient: "0"})
     held.release([gradient], event)
     del gradient
     held.collect()
@@ -62,7 +62,7 @@ def test_views_of_one_buffer_count_until_the_last_is_released() -> None:
     for gradient in (first, second, third):
         held.hold(gradient)
     assert held.peak == 120
-    held.submit([first, second, third])
+    held.submit(dict.fromkeys([first, second, third], "0"))
     held.limit = 100
     events = [Point(), Point(), Point()]
     for gradient, event in zip((first, third, second), events, strict=True):
@@ -81,7 +81,7 @@ def test_waits_for_the_oldest_only_as_long_as_it_must() -> None:
     for event in events:
         gradient = torch.ones(20)
         held.hold(gradient)
-        held.submit([gradient])
+        held.submit({gradient: "0"})
         held.release([gradient], event)
     held.wait()
     assert [event.waited for event in events] == [1, 1, 0]
@@ -108,7 +108,7 @@ def test_nobody_waits_for_what_was_given_up() -> None:
     held = InFlight(HostRuntime(), limit=10)
     gradient = torch.ones(20)
     held.hold(gradient)
-    held.submit([gradient])
+    held.submit({gradient: "0"})
     held.give_up()
     held.wait()
     assert held._bytes == 0
@@ -198,7 +198,7 @@ class Uploads(SimulatedAccelerator):
 
     def copy(self, dst: Tensor, src: Tensor, direction: Any, after: Any = (), name: str = "") -> Any:
         event: Any = super().copy(dst, src, direction, after, name)
-        if name.endswith("states up"):
+        if name.startswith("copy up "):
             under_way: list[tuple[str, Any]] = getattr(self, "under_way", [])
             now = self._threads.current().now
             self.under_way = [*((piece, e) for piece, e in under_way if e.end > now), (name, event)]

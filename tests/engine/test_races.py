@@ -751,7 +751,7 @@ ELSEWHERE = {
     "engine.py:Engine._submit:self._runtime.wait(self._runtime.record(other))",
     # Base optimizers that step as a whole have their own scenarios, on the simulator too: tests/test_schedulefree.py.
     "engine.py:Engine._on_the_host:self._runtime.copy(host, values, 'down', (self._runtime.record(),), "
-    "'gradient down').synchronize()",
+    "mark('gradient down', ALL)).synchronize()",
     "engine.py:Engine._on_the_host:after[self._runtime.record()]",
     "optimizer.py:OffloadOptimizer._switch:self.synchronize()",
     # Need FSDP2 and its streams, or sums over ranks: tests/distributed/test_races.py.

@@ -195,11 +195,11 @@ def test_no_range_is_recorded_while_no_profiler_runs(machine: Machine, monkeypat
     ranges: list[str] = []
     monkeypatch.setattr(torch.profiler, "record_function", lambda name: ranges.append(name) or torch.no_grad())
     runtime = AcceleratorRuntime(DEVICE)
-    runtime.copy(torch.zeros(1), torch.ones(1), "up", name="states up")
+    runtime.copy(torch.zeros(1), torch.ones(1), "up", name="copy up 0")
     assert not ranges
     monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    runtime.copy(torch.zeros(1), torch.ones(1), "up", name="states up")
-    assert ranges == ["offload: states up"]
+    runtime.copy(torch.zeros(1), torch.ones(1), "up", name="copy up 0")
+    assert ranges == ["offload: copy up 0"]
 
 
 def test_a_thread_may_join_itself(machine: Machine) -> None:

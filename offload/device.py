@@ -21,6 +21,11 @@ def is_here(device: torch.device) -> bool:
     return found is not None and found.type == device.type and (device.index or 0) < torch.accelerator.device_count()
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of an accelerator of this machine, for all processes together."""
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
 def find_device(name: str, *, elsewhere: bool = False) -> tuple[torch.device, str]:
     """The device that ``name`` means here, and why, for the log.
 

@@ -211,7 +211,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         own = inspect.signature(cls)
         base_class = base_class_of(kwargs.get("optimizer_class", own.parameters["optimizer_class"].default))
-        not_for_configs = ("model", "speeds")
+        # No config can give these; who builds it from one may.
+        not_for_configs = {"model", "speeds"} - {name for name, each in kwargs.items() if isinstance(each, Speeds)}
         if kwargs.get("param_groups"):
             read_rules(kwargs["param_groups"], base_class, kwargs)
         merged = [p for n, p in own.parameters.items() if n not in (*not_for_configs, "base_kwargs")]

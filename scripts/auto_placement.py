@@ -4,7 +4,8 @@
 
 writes scripts/results/auto_placement.json and the table in docs/strategies.md. Each machine has the memory that its
 card leaves PyTorch; what copies and the CPU take of the host's memory they share. `auto` finds everything out by itself
-in the first steps, and the steps after them are counted, as are those of the others.
+in the first steps, and the steps after them are counted, as are those of the others. Beside each is what
+:func:`offload.plan.prediction.predict` makes of it, which is told the memory that `stream` leaves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
 from offload.plan.efficiency import LINK
 from offload.plan.machines import LANES, PACKED_BYTES, machine_of_card
+from offload.plan.prediction import Prediction, Settings, predict
 from offload.plan.replay import Result, replay, speeds_of
 from offload.plan.workload import GB, LLAMA2_7B, Machine, Workload, llama_activations
 
@@ -38,6 +40,7 @@ SINGLE = ("resident", "stream", "host")
 
 OPTIMIZER: dict[str, Any] = {"optimizer_class": "offload.optim.AdamW", "state_dtype": "int8", "master": "split"}
 CPU_BYTES = PACKED_BYTES["packed int8 split"]
+STATE_BYTES = 4.03
 
 STEPS, AUTO_STEPS = (3, 2), (14, 2)
 """Before those that count, and those."""
@@ -108,10 +111,21 @@ def cases(only: str | None) -> Iterator[tuple[str, str, int, bool]]:
                         yield name, model, tokens, in_backward
 
 
+def predicted(name: str, model: str, tokens: int, in_backward: bool, stream: Result) -> Prediction:
+    """What `tune plan` says of `auto`, where states on the host leave as much memory as ``stream`` did."""
+    rates, memory = machine(name)
+    load = dataclasses.replace(MODELS[model], tokens=tokens)
+    room = int((1 - SPARE) * memory) - stream.steady.reserved
+    settings = Settings("auto", STATE_BYTES, update_in_backward=in_backward, room=room, cpu_may_help=True)
+    return predict(load, rates, settings)
+
+
 def row(name: str, model: str, tokens: int, in_backward: bool) -> dict[str, Any]:
     """What is recorded of a case."""
     _, memory = machine(name)
     results = {s: measured(name, model, tokens, in_backward, s) for s in (*SINGLE, "auto")}
+    stream = results["stream"]
+    plan = None if stream.out_of_memory else predicted(name, model, tokens, in_backward, stream)
     return {
         "machine": name,
         "model": model,
@@ -121,7 +135,14 @@ def row(name: str, model: str, tokens: int, in_backward: bool) -> dict[str, Any]
         "compute_ms": _ms(min(result.compute for result in results.values())),
         "step_ms": {strategy: _ms(result.step) for strategy, result in results.items()},
         "peak_gib": {strategy: round(result.steady.reserved / GIB, 2) for strategy, result in results.items()},
+        "placed": _shares(results["auto"].placed),
+        "predicted_ms": None if plan is None else _ms(plan.step_seconds),
+        "predicted_placed": {} if plan is None else _shares(plan.placed),
     }
+
+
+def _shares(placed: Mapping[str, float]) -> dict[str, float]:
+    return {way: round(share, 3) for way, share in placed.items()}
 
 
 def _ms(seconds: float) -> float | None:

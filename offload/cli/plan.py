@@ -128,12 +128,15 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     title = f"{config.name} for {chosen.name}"
     if world.size > 1:
         title += f", each of {world.size} processes"
-    print(_text(title, found, run.settings.dtype, limits))
     if world.size > 1:
+        print(_text(title, found, run.settings.dtype, limits))
         return _of_several(run, found.budget, limits)
     rates = _machine(device, card, machine, run.settings.dtype)
+    placed, prediction, why = run.placed(found, limits, rates) if rates is not None else (found, None, [])
+    if rates is None and device.type != "cpu":
+        why = run.told_of_room(found, limits)
+    print("\n".join([_text(title, placed, run.settings.dtype, limits), *why]))
     if rates is not None:
-        prediction = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
         print(f"\n{_speed(prediction, rates.source)}")
     elif device.type == "cpu":
         print(f"\n{_speed_on_cpu(run, found)}")
@@ -348,6 +351,24 @@ class _Run:
         dtype = DTYPES[settings.dtype]
         return self.planner.plan(settings, self._device, dtype, sharding=self._sharding(settings, dtype))
 
+    def placed(self, found: Any, limits: Limits, rates: _Rates) -> tuple[Any, Any, list[str]]:
+        """A plan, with strategy ``auto`` of what that comes to; its prediction; what ``auto`` chooses, and why."""
+        from offload.training.placement import Room, placed, told
+
+        room = Room(limits.device, limits.host)
+        prediction = self.predictor.predict(self.settings, found, rates.machine, rates.dtype, room)
+        plan = placed(found, prediction, self.settings.optimizer, rates.dtype.itemsize)
+        return plan, prediction, told(found, prediction)
+
+    def told_of_room(self, found: Any, limits: Limits) -> list[str]:
+        """What strategy ``auto`` does with the memory that is left over, where nothing is known of rates."""
+        from offload.training.placement import Room, is_auto, left_over
+
+        if not is_auto(self.settings.optimizer) or limits.device is None:
+            return []
+        nbytes = left_over(self.settings.optimizer, found, Room(limits.device, limits.host))
+        return [f"auto: begins as stream does; up to {nbytes / GIB:.2f} GiB of the optimizer's states move to the GPU"]
+
     def may_fit(self, limits: Limits) -> bool:
         """Whether there is room for what the run takes beside its activations."""
         from offload.device import DTYPES
@@ -444,8 +465,8 @@ class _Run:
                 if found.budget.fits(limits.device, limits.host):
                     if rates is None:
                         return other, Choice((), found)
-                    speed = run.predictor.predict(run.settings, found, rates.machine, rates.dtype)
-                    return other, Choice((), found, speed)
+                    placed, speed, _ = run.placed(found, limits, rates)
+                    return other, Choice((), placed, speed)
         return None
 
 
@@ -456,14 +477,13 @@ def _limits(device: Any, vram: int | None, ram: int | None, card: str | None, *,
     names = {"device": f" of {card}" if card else "", "host": ""}
     has_here = False
     if device.type != "cpu" and vram is None:
-        from offload.device import is_here
+        from offload.device import is_here, total_memory
 
         if is_here(device):
             import torch
 
-            properties = torch.get_device_module(device).get_device_properties(device)
-            vram, has_here = properties.total_memory, True
-            names["device"] = f" of the {properties.name} here"
+            vram, has_here = total_memory(device), True
+            names["device"] = f" of the {torch.get_device_module(device).get_device_name(device)} here"
     host = None if ram is None else int(ram * (1 - OS_SHARE))
     if ram is not None:
         names["host"] = ", 95 % of it"

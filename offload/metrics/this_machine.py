@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offload.metrics.environment import environment
+from offload.placing import Speeds
 from offload.plan.machines import card_named, machine_of_card, machine_of_rates
 from offload.plan.profile import Profile, read_profile
 from offload.plan.workload import Machine
@@ -68,6 +69,21 @@ def machine_here(device: torch.device, *, fp32: bool = False) -> tuple[Machine, 
     machine = machine_of_card(card, fp32=fp32)
     memory = f"{machine.host / 1e9:.0f} GB/s of host memory assumed (`tune doctor` measures)"
     return machine, f"from the data sheet of {card.name} and published runs, {memory}"
+
+
+def speeds_here(device: torch.device, kind: str) -> tuple[Speeds, str] | None:
+    """What ``tune doctor`` measured of what strategy ``auto`` decides by, and when, in words; None where it has not.
+
+    Args:
+        device: an accelerator that trains.
+        kind: of the update on the CPU, as :func:`offload.plan.rates.cpu_adamw_rates` calls it.
+    """
+    profile = profile_here(device)
+    if profile is None or "each_of_both" not in profile.rates or kind not in profile.rates.get("cpu_adamw", {}):
+        return None
+    machine = machine_of_rates("", profile.rates, None)
+    speeds = Speeds(machine.up, machine.down, float(profile.rates["cpu_adamw"][kind]), machine.shared)
+    return speeds, f"`tune doctor` measured on {profile.date[:10]}"
 
 
 def costs_here() -> tuple[Mapping[str, Any], str] | None:

@@ -12,6 +12,9 @@ GIB = 2**30
 
 DEVICE, LOCKED, HOST, DISK = "GPU", "host, page-locked", "host", "disk"
 
+STATES, IN_FLIGHT = "optimizer states", "states and gradients in flight"
+"""Items, which other parts of a plan look for."""
+
 CONTEXT = int(0.45 * GIB)
 """The CUDA context and its modules: what processes on the cards of scripts/peak_memory.py hold beside PyTorch's
 memory."""
@@ -204,8 +207,8 @@ def on_accelerator(
     items = [
         Item(DEVICE, "weights", weights),
         Item(DEVICE, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
-        Item(DEVICE, "states and gradients in flight", in_flight, "optimizer.in_flight_gib"),
-        Item(DEVICE, "optimizer states", optimizer.device),
+        Item(DEVICE, IN_FLIGHT, in_flight, "optimizer.in_flight_gib"),
+        Item(DEVICE, STATES, optimizer.device),
         Item(DEVICE, "activations", max(0, moment.parts.get(ACTIVATIONS, 0) - moved), _when(moment.at)),
         *(Item(DEVICE, name, nbytes) for name, nbytes in beside),
     ]
@@ -242,7 +245,7 @@ def on_cpu(
     items = [
         Item(HOST, "weights", weights),
         Item(HOST, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
-        Item(HOST, "optimizer states", states),
+        Item(HOST, STATES, states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
         *(Item(HOST, name, nbytes) for name, nbytes in beside),
         Item(HOST, "the C library's heap", counted.heap[accumulates], "holes that nothing fits into"),

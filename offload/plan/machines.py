@@ -69,7 +69,9 @@ def machine_of_rates(name: str, rates: Mapping[str, Any], card: Card | None) -> 
     locking = rates.get("page_locking") or {}
     pin = 2**30 / locking["seconds_per_gib"] if locking.get("seconds_per_gib") else PIN
     up, down = max(both, 0.5 * float(rates["up"])), max(both, 0.5 * float(rates["down"]))
-    return Machine(name, flops, up, down, float(rates["device_copy"]), host, pin, LAUNCH)
+    # The CPU's update may be bounded by its cores, and what the link was measured at it has of the memory.
+    modules = max(float(rates["host_copy"]), up + down)
+    return Machine(name, flops, up, down, float(rates["device_copy"]), host, pin, LAUNCH, modules)
 
 
 def card_named(device_name: str) -> Card | None:

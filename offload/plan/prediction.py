@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from offload.placing import Speeds, host_share
 from offload.plan.calibration import Costs
 from offload.plan.efficiency import ATTENTION
-from offload.plan.replay import QUICK, Result, replay, replay_torchao
+from offload.plan.replay import DECIDED, DECIDED_WITH_CPU, QUICK, Result, replay, replay_torchao, speeds_of
 from offload.plan.work import Amount, Work
 from offload.plan.workload import Machine, Passes, Workload
 
@@ -58,6 +59,8 @@ class Settings:
         offloaded: share of the states that ``stream`` takes to the host.
         micro_batches: forwards and backwards of a step.
         offload_states: rules with the replay's names (``exp_avg/<layer>.<tensor>.weight``) in place of ``offloaded``.
+        room: bytes of the device that are left over, where ``auto`` keeps states.
+        cpu_may_help: ``auto`` may let the CPU update a share of the parameters.
     """
 
     strategy: str
@@ -68,6 +71,8 @@ class Settings:
     offloaded: float = 1.0
     micro_batches: int = 1
     offload_states: Any = None
+    room: int = 0
+    cpu_may_help: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Prediction:
         bottleneck: what a faster one of would shorten the step most: COMPUTE, UP, DOWN, CPU_UPDATE or GPU_UPDATE.
         busy: seconds of a step that each of these works.
         result: the replay of at most three micro-batches; None where nothing had to be replayed.
+        placed: with ``auto``, the share of all states by the way that their updates go.
+        reserved: with ``auto``, the share of all parameters that have room on the host for the CPU to update them.
     """
 
     step_seconds: float
@@ -91,6 +98,8 @@ class Prediction:
     bottleneck: str
     busy: Mapping[str, float]
     result: Result | None = field(default=None, repr=False, compare=False)
+    placed: Mapping[str, float] = field(default_factory=dict)
+    reserved: float = 0.0
 
 
 def seconds(amount: Amount, machine: Machine, fused: float = 1.0) -> float:
@@ -132,8 +141,10 @@ def _predict(whole: Workload, machine: Machine, settings: Settings) -> Predictio
         update = load.parameters * (settings.state_bytes * 2 + 3 * load.dtype.itemsize) / machine.device
         busy = {COMPUTE: compute, GPU_UPDATE: update}
         return _prediction(compute + update, tokens, compute, busy, None)
-    if settings.strategy in ("stream", "host"):
+    if settings.strategy != "resident":
         load = _shallow(whole, settings.in_flight_gib)
+        room = int(settings.room * load.parameters / whole.parameters)
+        settings = dataclasses.replace(settings, room=room)
     replayed = min(settings.micro_batches, REPLAYED_MICRO_BATCHES)
     more = settings.micro_batches - replayed
     result = _replayed(dataclasses.replace(load, micro_batches=replayed), machine, settings)
@@ -150,7 +161,12 @@ def _predict(whole: Workload, machine: Machine, settings: Settings) -> Predictio
     if load.layers != whole.layers:
         times = whole.layers / load.layers
         step, compute, busy = times * step, times * compute, {name: times * worked for name, worked in busy.items()}
-    return _prediction(step, tokens, compute, busy, result)
+    found = _prediction(step, tokens, compute, busy, result)
+    if settings.strategy != "auto":
+        return found
+    return dataclasses.replace(
+        found, placed=result.placed, reserved=share_of_cpu(load.dtype.itemsize, machine, settings)
+    )
 
 
 def _shallow(load: Workload, in_flight_gib: float) -> Workload:
@@ -221,11 +237,18 @@ def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
     traffic = 2 * states + 3 * elements * width
     if settings.strategy in ("plain", "resident"):
         return compute + (traffic / machine.device if settings.strategy == "plain" else 0.0)
-    if settings.strategy in ("stream", "auto"):  # auto is no slower
-        work = max(states * settings.offloaded / machine.up, states * settings.offloaded / machine.down)
+    link = min(machine.up, machine.down)
+    if settings.strategy == "stream":
+        work = max(states * settings.offloaded / link, 2 * states * settings.offloaded / machine.shared)
+    elif settings.strategy == "auto":
+        share = share_of_cpu(width, machine, settings)
+        away = 1 - min(1.0, settings.room / states)  # of all parameters, whose states are not on the device
+        over_link = (1 - share) * states + share * elements * width
+        of_host = 2 * states + share * 5 * elements * width
+        on_cpu = share * _cpu_bytes(width, settings) * elements
+        work = away * max(over_link / link, of_host / machine.shared, on_cpu / machine.host)
     else:
-        link = elements * width / min(machine.up, machine.down)
-        work = max(link, (2 * states + 5 * elements * width) / machine.host)
+        work = max(elements * width / link, (2 * states + 5 * elements * width) / machine.host)
     if settings.offload_gradients:
         gradients = elements * width / machine.down
         work += gradients
@@ -235,9 +258,29 @@ def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
     return compute + max(0.0, work - forward)
 
 
+def _cpu_bytes(itemsize: int, settings: Settings) -> float:
+    """Of host memory that the CPU's update of a parameter reads and writes: its gradient once for its norm and once for
+    the update, the rest twice."""
+    return 2 * settings.state_bytes + 4 * itemsize
+
+
+def share_of_cpu(itemsize: int, machine: Machine, settings: Settings) -> float:
+    """Of parameters whose states rest on the host, those that ``auto`` reckons the CPU may update.
+
+    Args:
+        itemsize: bytes of a number of a parameter.
+        machine: rates.
+        settings: of the optimizer.
+    """
+    if not settings.cpu_may_help:
+        return 0.0
+    speeds = Speeds(machine.up, machine.down, machine.host / _cpu_bytes(itemsize, settings), machine.shared)
+    return host_share(settings.state_bytes, itemsize, speeds)
+
+
 def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
     if settings.strategy == "torchao":
-        return replay_torchao(machine, load)
+        return replay_torchao(machine, load, shares_host_memory=True)
     optimizer: dict[str, Any] = _class_with(settings.state_bytes, load.dtype)
     optimizer |= {
         "strategy": settings.strategy,
@@ -250,9 +293,21 @@ def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
             optimizer["offload_states"] = settings.offload_states
         elif settings.offloaded < 1:
             optimizer["offload_states"] = _offloaded(load.layers, settings.offloaded)
-    # Later steps are all alike; updates at step need one more until they are.
-    steps = (1, 1) if settings.update_in_backward else QUICK
-    return replay(machine, load, steps=steps, **optimizer)
+    # Later steps are all alike; updates at step, and copies that outlast backward, need one more until they are.
+    hidden = estimate(load, machine, settings) <= (1 + EXPOSED) * load.micro_batches * compute_seconds(load, machine)
+    steps = (1, 1) if settings.update_in_backward and hidden else QUICK
+    room = None
+    if settings.strategy == "auto":
+        helps = share_of_cpu(load.dtype.itemsize, machine, settings) > 0
+        steps = (steps[0] + (DECIDED_WITH_CPU if helps else DECIDED) - 1, steps[1])
+        speeds = speeds_of(machine, load, cpu_bytes=_cpu_bytes(load.dtype.itemsize, settings))
+        optimizer["speeds"] = speeds if helps else dataclasses.replace(speeds, cpu=NEVER)
+        room = settings.room
+    return replay(machine, load, steps=steps, shares_host_memory=True, room=room, **optimizer)
+
+
+NEVER = 1e-9
+"""Parameters a second of a CPU that is not asked."""
 
 
 def _offloaded(layers: int, share: float) -> str:

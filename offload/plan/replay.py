@@ -7,7 +7,7 @@ optimizer is the real one, on :class:`offload.simulation.accelerator.SimulatedAc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offload import auto
 from offload.engine import units
 from offload.engine.runtime import Event, Runtime
 from offload.optim import cpu, gpu
@@ -68,11 +69,13 @@ class Result(SteadyState):
         pinned_late: bytes of host memory that were page-locked after construction.
         out_of_memory: when the device had too little and what it said, ``step 1: ...``; empty where it had enough.
         micro_batch: of three micro-batches or more, what the second takes; otherwise the whole step.
+        placed: with strategy ``auto``, of all states the share of each way that their updates go.
     """
 
     pinned_late: int
     out_of_memory: str = ""
     micro_batch: float = math.nan
+    placed: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Stage(nn.Module):
@@ -268,10 +271,12 @@ class _Training:
     Attributes:
         step: after the last micro-batch's backward.
         accumulate: a context for the backward of those before it.
+        placed: as :attr:`Result.placed`.
     """
 
     step: Callable[[], None]
     accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext
+    placed: Callable[[], Mapping[str, float]] = dict
 
 
 @contextmanager
@@ -301,6 +306,7 @@ def replay(
     waits_per_unit: bool = True,
     steps: tuple[int, int] = (WARM_UP, MEASURED),
     shares_host_memory: bool = False,
+    room: int | None = None,
     **optimizer: Any,
 ) -> Result:
     """The steady state of training on a machine.
@@ -312,6 +318,8 @@ def replay(
         waits_per_unit: the forward waits for each unit's update; otherwise ``step()`` waits for all.
         steps: before the steady state, and in it.
         shares_host_memory: copies over the link and the CPU's updates get together what the host's memory gives.
+        room: bytes of the device that strategy ``auto`` finds left over, when it times each try by one step; None for
+            what ``memory`` leaves.
         **optimizer: arguments of :class:`offload.OffloadOptimizer`.
     """
 
@@ -326,16 +334,33 @@ def replay(
             built.step()
             built.zero_grad()
 
-        return _Training(step, built.accumulate)
+        def placed() -> Mapping[str, float]:
+            found = {} if built.auto is None else built.auto.placed()
+            total = sum(entry["bytes"] for entry in found.values())
+            return {way: entry["bytes"] / total for way, entry in found.items()}
 
-    with _counting_packed_updates():
-        return _run(machine, load, memory, build, steps, _shared(machine) if shares_host_memory else None)
+        return _Training(step, built.accumulate, placed)
+
+    with _counting_packed_updates(), _deciding_soon() if room is not None else nullcontext():
+        return _run(machine, load, memory, build, steps, _shared(machine) if shares_host_memory else None, room)
+
+
+DECIDED, DECIDED_WITH_CPU = 2, 9
+"""Steps in which ``auto`` decides about a given room, and one in which that settles: without the CPU's help, and with a
+try of all and of half of it."""
+
+
+@contextmanager
+def _deciding_soon() -> Iterator[None]:
+    """Simulated steps are all alike, and no allocator has to be watched."""
+    with mock.patch.multiple(auto, WARM_UP=1, TIMED=1):
+        yield
 
 
 def _shared(machine: Machine) -> Sharing:
     """The host's memory, of which each kind of work at its full speed takes a share."""
-    shares = {"up": machine.up / machine.host, "down": machine.down / machine.host, "host": 1.0}
-    return Sharing({kind: {"host's memory": share} for kind, share in shares.items()})
+    rates = {"up": machine.up, "down": machine.down, "host": machine.host}
+    return Sharing({kind: {"host's memory": rate / machine.shared} for kind, rate in rates.items()})
 
 
 def speeds_of(machine: Machine, load: Workload, *, cpu_bytes: float) -> Speeds:
@@ -346,8 +371,8 @@ def speeds_of(machine: Machine, load: Workload, *, cpu_bytes: float) -> Speeds:
         load: what is trained.
         cpu_bytes: of host memory, that the update of a parameter reads and writes.
     """
-    up, down, host = (rate / load.shrink for rate in (machine.up, machine.down, machine.host))
-    return Speeds(up, down, host / cpu_bytes, host)
+    up, down, host, shared = (rate / load.shrink for rate in (machine.up, machine.down, machine.host, machine.shared))
+    return Speeds(up, down, host / cpu_bytes, shared)
 
 
 def replay_compute(machine: Machine, load: Workload) -> Result:
@@ -359,9 +384,9 @@ def replay_compute(machine: Machine, load: Workload) -> Result:
     return _run(machine, load, None, build)
 
 
-def replay_torchao(machine: Machine, load: Workload) -> Result:
+def replay_torchao(machine: Machine, load: Workload, *, shares_host_memory: bool = False) -> Result:
     """The schedule of torchao's CPUOffloadOptimizer: gradients come down during backward, ``step()`` updates on the
-    CPU in the order of their arrival, and waits until all parameters are up again.
+    CPU in the order of their arrival, and waits until all parameters are up again. Arguments as of :func:`replay`.
 
     Source: https://github.com/pytorch/ao/blob/main/torchao/optim/cpu_offload.py
     """
@@ -408,7 +433,7 @@ def replay_torchao(machine: Machine, load: Workload) -> Result:
 
         return _Training(step)
 
-    return _run(machine, load, None, build)
+    return _run(machine, load, None, build, sharing=_shared(machine) if shares_host_memory else None)
 
 
 def _within(trace: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
@@ -426,11 +451,15 @@ def _run(
     build: Callable[[SimulatedAccelerator, nn.Module], _Training],
     steps: tuple[int, int] = (WARM_UP, MEASURED),
     sharing: Sharing | None = None,
+    room: int | None = None,
 ) -> Result:
     warm_up, measured = steps
-    simulator = SimulatedAccelerator(machine.rates(), order="time", scale=load.shrink, memory=memory, sharing=sharing)
+    simulator = SimulatedAccelerator(
+        machine.rates(), order="time", scale=load.shrink, memory=memory, sharing=sharing, spare=room
+    )
     begins: list[float] = []
     first: Use | None = None
+    placed: Mapping[str, float] = {}
     pins, message, place = 0, "", "construction"
     try:
         with simulator, _small_chunks(load.shrink):
@@ -455,6 +484,7 @@ def _run(
                         y.sum().backward()
                     del y
                 training.step()
+            placed = training.placed()
             trace = list(simulator.trace)
     except torch.OutOfMemoryError as error:
         message = f"{place}: {error}"
@@ -479,4 +509,5 @@ def _run(
         steady=steady,
         pinned_late=late,
         micro_batch=begins[first_of + 2] - begins[first_of + 1] if load.micro_batches > 2 else (end - begin) / measured,
+        placed=placed,
     )

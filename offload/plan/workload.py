@@ -26,6 +26,7 @@ class Machine:
         host: bytes of host memory, read and written.
         pin: bytes of host memory, page-locked.
         launch: seconds (not a rate) of a thread for each kernel that it launches.
+        modules: bytes of host memory that copies and the CPU together read and write; None for as many as ``host``.
     """
 
     name: str
@@ -36,6 +37,12 @@ class Machine:
     host: float
     pin: float = math.inf
     launch: float = 0.0
+    modules: float | None = None
+
+    @property
+    def shared(self) -> float:
+        """Bytes of host memory that copies and the CPU together read and write."""
+        return self.modules or self.host
 
     def rates(self) -> Rates:
         """What the simulator needs of it."""

@@ -100,6 +100,7 @@ class SimulatedAccelerator:
         streams: names of further streams, which a library has made (see :meth:`on`).
         sharing: what copies (kinds ``up`` and ``down``), work on started threads (``host``) and :meth:`transfer` use
             together; None where each has its own.
+        spare: bytes that :meth:`memory_left` tells, whatever was taken; None for what ``memory`` leaves.
 
     Attributes:
         memory: the device's memory: what is allocated, what was at most, and :meth:`~CachingAllocator.reset_peak`.
@@ -127,8 +128,10 @@ class SimulatedAccelerator:
         launch_queue: int = LAUNCH_QUEUE,
         streams: Sequence[str] = (),
         sharing: Sharing | None = None,
+        spare: int | None = None,
     ) -> None:
         self.rates = rates or Rates()
+        self._spare = spare
         self.scale = scale
         self.memory = CachingAllocator(memory)
         self.pins: list[Pin] = []
@@ -276,7 +279,7 @@ class SimulatedAccelerator:
         return self._threads.start(work, name)
 
     def memory_left(self) -> tuple[int, int] | None:
-        left = self.memory.left()
+        left = self.memory.left() if self._spare is None else (self._spare, 0)
         return None if left is None else (int(left[0] / self.scale), int(left[1] / self.scale))
 
     def retries(self) -> int:

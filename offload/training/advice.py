@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.config.loading import load_and_check
-from offload.device import DTYPES
+from offload.device import DTYPES, total_memory
 from offload.distributed.world import World
 from offload.errors import UserError
 from offload.host_memory import allowance, use_of_this_process
@@ -164,5 +164,5 @@ def room(device: torch.device, *, of_device: bool) -> int:
         of_device: the accelerator's memory is meant.
     """
     if of_device and device.type != "cpu":
-        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+        return total_memory(device)
     return allowance(use_of_this_process())

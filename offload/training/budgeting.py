@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from offload.auto import AutoPlacement
 from offload.component import resolve
 from offload.config.loading import instantiate
 from offload.engine.forecast import forms_of, stand_in
@@ -23,7 +24,7 @@ from offload.models.protocol import CausalLM
 from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
-from offload.plan.budget import DISK, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
+from offload.plan.budget import DISK, STATES, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
 from offload.plan.footprint import Footprint, without_activations
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
@@ -205,7 +206,7 @@ class Planner:
         if kind is TorchAOCPUOffloadOptimizer and on_gpu:
             keeps = not section.get("offload_gradients", False)
             locked = {"copies of the weights": sizes, "gradients": sizes}
-            return Optimizer(0, locked, {"optimizer states": total}, 0, keeps, in_slabs=False), whole
+            return Optimizer(0, locked, {STATES: total}, 0, keeps, in_slabs=False), whole
         if kind is not OffloadOptimizer:
             is_paged = str(section["_component_"]).rpartition(".")[2].startswith("Paged") and on_gpu
             paged = {"optimizer states, paged by CUDA": total} if is_paged else {}
@@ -217,25 +218,22 @@ class Planner:
             return Optimizer(total, {}, {}, 0, keeps or (offloads and not early)), whole
         on_device, locked, pageable = 0, {}, 0
         if strategy == "host":
-            locked = {"copies of the weights": sizes, "optimizer states": [n for _, _, n in states]}
+            locked = {"copies of the weights": sizes, STATES: [n for _, _, n in states]}
         else:
-            placement = Placement(section.get("offload_states", ".*"))
+            rules = section.get("offload_states", ".*")
+            placement = AutoPlacement(rules) if strategy == "auto" else Placement(rules)
             kinds = [(placement.memory(state, name), nbytes) for state, name, nbytes in states]
             on_device = sum(nbytes for memory, nbytes in kinds if memory == "device")
             pageable = sum(nbytes for memory, nbytes in kinds if memory == "host")
-            locked = {"optimizer states": [nbytes for memory, nbytes in kinds if memory == "pinned_host"]}
+            locked = {STATES: [nbytes for memory, nbytes in kinds if memory == "pinned_host"]}
         if offloads and (not early or accumulates):
             given = section.get("accumulation_dtype")
             width = None if given is None else ACCUMULATION_DTYPES[given].itemsize
             locked["gradients"] = [sharding.part(param.numel() * (width or param.element_size())) for _, param in named]
         bound = int(section.get("in_flight_gib", 1.0) * GIB)
-        staged = (
-            min(int(STAGING_SHARE * bound), sum(locked.get("optimizer states", [])))
-            if strategy in ("stream", "auto")
-            else 0
-        )
+        staged = min(int(STAGING_SHARE * bound), sum(locked.get(STATES, []))) if strategy in ("stream", "auto") else 0
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
-        return Optimizer(on_device, locked, {"optimizer states": pageable}, taken, keeps), whole
+        return Optimizer(on_device, locked, {STATES: pageable}, taken, keeps), whole
 
 
 def _gathered(

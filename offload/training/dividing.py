@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from offload.device import DTYPES
+from offload.device import DTYPES, total_memory
 from offload.distributed.world import World
 from offload.host_memory import host_memory
 from offload.plan.budget import Budget, Sharding
@@ -114,4 +114,4 @@ def room(device: torch.device, world: World) -> tuple[int | None, int | None]:
     usable = host_memory().usable // max(1, world.local_size)
     if device.type == "cpu":
         return None, usable
-    return torch.get_device_module(device).get_device_properties(device).total_memory, usable
+    return total_memory(device), usable

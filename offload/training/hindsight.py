@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.device import total_memory
 from offload.plan.budget import CONTEXT, HOST, LOCKED, Sharding
 from offload.plan.prediction import COMPUTE
 from offload.training.budgeting import Planner
+from offload.training.placement import NOTHING_KNOWN, Room, placed
 from offload.training.predicting import Predictor
 from offload.training.settings import TrainSettings
 
@@ -98,11 +100,14 @@ def expect(
     """
     planner = Planner(memory_before, adapts=adapts)
     plan = planner.plan(settings, device, dtype, sharding=sharding)
-    budget = plan.budget
+    room = NOTHING_KNOWN if device.type == "cpu" else Room(total_memory(device), None)
+    as_it_was = dataclasses.replace(plan, length=max(1, min(plan.length, round(tokens_per_sequence))))
+    here = None
+    if sharding.ranks == 1:
+        here = Predictor(planner).predict_here(settings, as_it_was, device, dtype, room)
+    budget = (plan if here is None else placed(plan, here[0], settings.optimizer, dtype.itemsize)).budget
     device_gib = None if device.type == "cpu" else (budget.device - CONTEXT) / GIB
     host_gib = budget.of(LOCKED, HOST) / GIB
-    as_it_was = dataclasses.replace(plan, length=max(1, min(plan.length, round(tokens_per_sequence))))
-    here = None if sharding.ranks > 1 else Predictor(planner).predict_here(settings, as_it_was, device, dtype)
     if here is None:
         return Expected(device_gib, host_gib)
     found, _ = here

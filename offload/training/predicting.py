@@ -16,7 +16,7 @@ from offload.metrics.this_machine import costs_here, machine_here
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan import prediction
-from offload.plan.budget import DEVICE
+from offload.plan.budget import DEVICE, STATES
 from offload.plan.calibration import Costs
 from offload.plan.efficiency import FUSED
 from offload.plan.machines import PACKED_BYTES
@@ -24,6 +24,7 @@ from offload.plan.prediction import Prediction, predict
 from offload.plan.work import Amount, Work, count
 from offload.plan.workload import Machine, Workload
 from offload.training.budgeting import Plan, Planner
+from offload.training.placement import NOTHING_KNOWN, Room, for_auto, is_auto, kind_of_update
 from offload.training.settings import TrainSettings
 from offload.training.tracing import TRACED, layers_of, shortened
 
@@ -47,7 +48,14 @@ class Predictor:
         self._planner = planner
         self._shapes: dict[Any, _Shape] = {}
 
-    def predict(self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype) -> Prediction:
+    def predict(
+        self,
+        settings: TrainSettings,
+        plan: Plan,
+        machine: Machine,
+        dtype: torch.dtype,
+        room: Room = NOTHING_KNOWN,
+    ) -> Prediction:
         """The steady state of a run on an accelerator.
 
         Args:
@@ -55,18 +63,33 @@ class Predictor:
             plan: its memory.
             machine: rates.
             dtype: of the parameters.
+            room: of the machine, for strategy ``auto``.
         """
-        return predict(self.workload(settings, plan, machine, dtype), machine, schedule(settings, plan))
+        when = self._schedule(settings, plan, machine, dtype, room)
+        return predict(self.workload(settings, plan, machine, dtype), machine, when)
+
+    def _schedule(
+        self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype, room: Room
+    ) -> prediction.Settings:
+        when = schedule(settings, plan)
+        if not is_auto(settings.optimizer):
+            return when
+        return for_auto(when, settings.optimizer, plan, room, machine, dtype.itemsize)
 
     def predict_here(
-        self, settings: TrainSettings, plan: Plan, device: torch.device, dtype: torch.dtype
+        self,
+        settings: TrainSettings,
+        plan: Plan,
+        device: torch.device,
+        dtype: torch.dtype,
+        room: Room = NOTHING_KNOWN,
     ) -> tuple[Prediction, str] | None:
         """The steady state of a run on this machine, and what that rests on, in words; None where that is not known."""
         if device.type == "cpu":
             costs = costs_here()
             return costs and (self.predict_on_cpu(settings, plan, costs[0], dtype), costs[1])
         here = machine_here(device, fp32=dtype == torch.float32)
-        return here and (self.predict(settings, plan, here[0], dtype), here[1])
+        return here and (self.predict(settings, plan, here[0], dtype, room), here[1])
 
     def predict_on_cpu(
         self, settings: TrainSettings, plan: Plan, rates: Mapping[str, Any], dtype: torch.dtype
@@ -81,10 +104,10 @@ class Predictor:
         """
         costs = Costs(**rates["training"]["fp32" if dtype == torch.float32 else "bf16"])
         work = self.work(settings, plan, dtype, on_gpu=False)
-        states = sum(item.nbytes for item in plan.budget.items if item.name.startswith("optimizer states"))
+        states = sum(item.nbytes for item in plan.budget.items if item.name.startswith(STATES))
         traffic = plan.trained * 3 * dtype.itemsize + 2 * states
-        name = f"packed {settings.optimizer.get('state_dtype', 'int8')} {settings.optimizer.get('master', 'split')}"
-        if settings.optimizer.get("optimizer_class") == "offload.optim.AdamW" and name in PACKED_BYTES:
+        name = kind_of_update(settings.optimizer)
+        if name in PACKED_BYTES:
             update = traffic / (PACKED_BYTES[name] * rates["cpu_adamw"][name])
         else:
             update = traffic / (PLAIN_BYTES * rates["cpu_adamw"]["torch fused"])
@@ -93,9 +116,16 @@ class Predictor:
         micro_batches = settings.gradient_accumulation_steps
         return prediction.predict_on_cpu(work, costs, micro_batches=micro_batches, update=update)
 
-    def estimate(self, settings: TrainSettings, plan: Plan, machine: Machine, dtype: torch.dtype) -> float:
-        """Tokens per second, without the replay of the optimizer."""
-        when = schedule(settings, plan)
+    def estimate(
+        self,
+        settings: TrainSettings,
+        plan: Plan,
+        machine: Machine,
+        dtype: torch.dtype,
+        room: Room = NOTHING_KNOWN,
+    ) -> float:
+        """Tokens per second, without the replay of the optimizer; arguments as of :meth:`predict`."""
+        when = self._schedule(settings, plan, machine, dtype, room)
         seconds = prediction.estimate(self.workload(settings, plan, machine, dtype), machine, when)
         return plan.batch * plan.length * when.micro_batches / seconds
 
@@ -171,7 +201,7 @@ def schedule(settings: TrainSettings, plan: Plan) -> prediction.Settings:
     """When a run's optimizer works, and on what."""
     section = settings.optimizer
     kind: Any = resolve(section["_component_"], key="optimizer._component_")
-    states = [item for item in plan.budget.items if item.name.startswith("optimizer states")]
+    states = [item for item in plan.budget.items if item.name.startswith(STATES)]
     total = sum(item.nbytes for item in states)
     micro_batches = settings.gradient_accumulation_steps
     each = total / max(1, plan.trained)

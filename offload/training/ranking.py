@@ -18,6 +18,7 @@ from offload.errors import UserError
 from offload.plan.prediction import Prediction
 from offload.plan.workload import Machine
 from offload.training.budgeting import Plan, Planner
+from offload.training.placement import Room, placed
 from offload.training.predicting import Predictor
 from offload.training.settings import TrainSettings
 
@@ -83,6 +84,7 @@ class Ranking:
         self._settings, self._planner, self._predictor = settings, planner, predictor
         self._machine, self._device, self._limits, self._allowed = machine, device, limits, allowed
         self._dtype = DTYPES[settings.dtype]
+        self._room = Room(*limits)
 
     def best(self, number: int) -> list[Choice]:
         """The fastest that fit, with their predictions; one of each kind, with the micro-batch that suits it.
@@ -97,13 +99,14 @@ class Ranking:
         ):
             found = list(itertools.islice(self._fitting(list(shapes), in_flight), number))
             if found:
-                predicted = [dataclasses.replace(choice, prediction=self._predict(choice)) for choice in found]
-                return sorted(predicted, key=_order)
+                return sorted(map(self._predicted, found), key=_order)
         return []
 
-    def _predict(self, choice: Choice) -> Prediction:
+    def _predicted(self, choice: Choice) -> Choice:
         changed = applied(self._settings, choice.changes)
-        return self._predictor.predict(changed, choice.plan, self._machine, self._dtype)
+        found = self._predictor.predict(changed, choice.plan, self._machine, self._dtype, self._room)
+        plan = placed(choice.plan, found, changed.optimizer, self._dtype.itemsize)
+        return Choice(choice.changes, plan, found)
 
     def _fitting(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> Iterator[Choice]:
         """What fits, in the order of estimated speed."""
@@ -134,7 +137,7 @@ class Ranking:
                     sized = dataclasses.replace(least, batch=settings.batch_size, length=int(length))
                     if not self._may_fit(settings, sized):
                         continue
-                    speed = self._predictor.estimate(settings, sized, self._machine, self._dtype)
+                    speed = self._predictor.estimate(settings, sized, self._machine, self._dtype, self._room)
                     found.append(_Candidate((*shape, *optimizer), settings, sized, speed))
         if not found:
             return []
@@ -213,7 +216,7 @@ def optimizers(settings: TrainSettings, in_flight: Sequence[str] = ()) -> Iterat
         states.append(("int8", given["optimizer.master"]))
     own = given["optimizer.in_flight_gib"]
     in_flight = [own, *(gib for gib in in_flight if float(gib) < float(own))]
-    strategies = [given["optimizer.strategy"], "stream", "host", "resident"]
+    strategies = [given["optimizer.strategy"], "stream", "host", "resident", "auto"]
     seen: set[Changes] = set()
     for strategy, early, offloads, gib, (state_dtype, master) in itertools.product(
         strategies, ("True", "False"), ("False", "True"), in_flight, states

@@ -10,6 +10,7 @@ from typing import Any
 import auto_placement
 import pytest
 
+from offload.plan.prediction import Settings, predict
 from offload.plan.replay import Result, replay, speeds_of
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,19 @@ def test_the_table_is_the_record(record: dict[str, Any]) -> None:
     assert text in auto_placement.STRATEGIES.read_text(encoding="utf-8")
 
 
+STEP_BOUND, SHARE_BOUND = 0.03, 0.05
+"""Of a step, and of all states, how far a plan may be from what `auto` comes to."""
+
+
+def check_plan(row: dict[str, Any]) -> None:
+    """A plan of what `auto` did: the same step and the same placement, within the bounds."""
+    if row["predicted_ms"] is None or row["step_ms"]["auto"] is None:
+        return
+    assert row["predicted_ms"] == pytest.approx(row["step_ms"]["auto"], rel=STEP_BOUND), row
+    for way in ("resident", "stream", "host"):
+        assert abs(row["predicted_placed"].get(way, 0.0) - row["placed"].get(way, 0.0)) <= SHARE_BOUND, row
+
+
 def test_what_is_recorded(record: dict[str, Any]) -> None:
     rows = record["rows"]
     assert len({row["machine"] for row in rows}) >= 5
@@ -49,13 +63,17 @@ def test_what_is_recorded(record: dict[str, Any]) -> None:
 
 def test_a_small_card() -> None:
     """What is left of a laptop's 8 GB holds most states; the link streams the others beside."""
-    assert check(auto_placement.row("RTX 4060 laptop, DDR5-4800", "1.2 B", 1024, True)) > 1.2
+    row = auto_placement.row("RTX 4060 laptop, DDR5-4800", "1.2 B", 1024, True)
+    assert check(row) > 1.2
+    check_plan(row)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(auto_placement.cases(None)), ids=str)
 def test_every_machine(case: tuple[str, str, int, bool]) -> None:
-    check(auto_placement.row(*case))
+    row = auto_placement.row(*case)
+    check(row)
+    check_plan(row)
 
 
 def test_link_and_cpu_work_at_once() -> None:
@@ -72,3 +90,9 @@ def test_link_and_cpu_work_at_once() -> None:
     assert auto.step < 0.97 * min(stream.step, host.step)
     assert auto.busy["offload-host"] > 0.2 * auto.step and auto.busy["up"] > host.busy["up"]
     assert auto.pinned_late == 0
+    # A plan knows that nothing is left over, and finds the same share for the CPU.
+    settings = Settings("auto", auto_placement.STATE_BYTES, update_in_backward=True, cpu_may_help=True)
+    found = predict(load, machine, settings)
+    assert found.step_seconds == pytest.approx(auto.step, rel=STEP_BOUND)
+    assert found.placed.keys() == {"stream", "host"} and found.reserved >= found.placed["host"]
+    assert found.placed["host"] == pytest.approx(auto.placed["host"], abs=SHARE_BOUND)

@@ -60,7 +60,9 @@ def test_variations_begin_with_the_run_and_contradict_nothing() -> None:
         assert not (section.strategy == "resident" and section.get("offload_gradients")), changes
         keys = [word.partition("=")[0] for word in changes]
         assert len(set(keys)) == len(keys)
-    assert {applied(settings, changes).optimizer.strategy for changes in found} == {"stream", "host", "resident"}
+    assert {applied(settings, changes).optimizer.strategy for changes in found} == {
+        "stream", "host", "resident", "auto"
+    }  # fmt: skip
 
 
 def test_less_is_in_flight_only_where_that_is_asked_for() -> None:
@@ -101,14 +103,14 @@ class _Planner:
 class _Predictor:
     """Larger micro-batches are faster, recomputation costs a third, and only what is resident hides nothing."""
 
-    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype) -> float:
-        slow = {"resident": 1.0, "stream": 0.9, "host": 0.5}[settings.optimizer.get("strategy", "host")]
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        slow = {"resident": 1.0, "auto": 0.9, "stream": 0.9, "host": 0.5}[settings.optimizer.get("strategy", "host")]
         early = 1.0 if settings.optimizer.get("update_in_backward") else 0.8
         return plan.batch / (plan.batch + 1) * slow * early * (0.75 if settings.enable_activation_checkpointing else 1)
 
-    def predict(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype) -> Any:
-        speed = self.estimate(settings, plan, machine, dtype)
-        return type("Predicted", (), {"tokens_per_second": speed})()
+    def predict(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> Any:
+        speed = self.estimate(settings, plan, machine, dtype, room)
+        return type("Predicted", (), {"tokens_per_second": speed, "placed": {}})()
 
     def work(self, *_: Any, **__: Any) -> Any:
         amount = type("Amount", (), {"moved": 0.0})()

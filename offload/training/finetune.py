@@ -47,6 +47,7 @@ from offload.training.optimizer import check_resumed, evaluation_weights, set_mo
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
 from offload.training.placement import measured_speeds
 from offload.training.preflight import check_run
+from offload.training.profiler import build_profiler
 from offload.training.reporting import Reporter
 from offload.training.restart import Restart, find_restart, note_report
 from offload.training.resume import check_fields, put_back, put_back_random
@@ -54,7 +55,6 @@ from offload.training.resume_changes import check_changes, resume_notes, warm_up
 from offload.training.seed import draw_apart, draw_seed, set_seed
 from offload.training.settings import AUTO, TrainSettings
 from offload.training.step import (
-    build_profiler,
     build_scheduler,
     check_training,
     check_weights,
@@ -396,7 +396,7 @@ class FinetuneRecipe:
         settings = self.settings
         state = resumed.recipe_state if resumed else {}
         self.world.from_main(self._plan_checkpoints)
-        self.profiler: Any = build_profiler(settings.profiler) if self.world.is_main else None
+        self.profiler: Any = build_profiler(settings.profiler, self.total_steps - self.global_step)
         self.reporter = Reporter(
             self.cfg,
             settings.metric_logger,
@@ -651,16 +651,18 @@ class FinetuneRecipe:
 
     def cleanup(self, exit_code: int) -> None:
         """Close the logs, whatever happened."""
-        try:
+        with contextlib.ExitStack() as last:
+            if self.lock is not None:
+                last.callback(self.lock.release)
+            if self.reporter is not None:
+                last.callback(self._close_reporter, self.reporter, exit_code)
             if self.is_profiling:
                 self.profiler.stop()
-            if self.reporter is not None:
-                is_compared = exit_code == 0 and self._is_compared(self.reporter)
-                expect = self._expect if is_compared else None
-                self.reporter.close(exit_code, self.saved, best=self.checkpoints.best, expect=expect)
-        finally:
-            if self.lock is not None:
-                self.lock.release()
+
+    def _close_reporter(self, reporter: Reporter, exit_code: int) -> None:
+        is_compared = exit_code == 0 and self._is_compared(reporter)
+        expect = self._expect if is_compared else None
+        reporter.close(exit_code, self.saved, best=self.checkpoints.best, expect=expect)
 
     @property
     def sharding(self) -> Sharding:

@@ -181,14 +181,6 @@ def check_training(
         check(gradient_accumulation_steps=gradient_accumulation_steps, clip_grad_norm=clip_grad_norm)
 
 
-def build_profiler(section: DictConfig | None) -> Any:
-    """The ``profiler`` component, or None where there is none or it is not enabled."""
-    if section is None or not section.get("enabled", False):
-        return None
-    made = instantiate(section)
-    return made[0] if isinstance(made, tuple) else made  # torchtune's comes with its settings
-
-
 def build_scheduler(section: DictConfig | None, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     """The ``lr_scheduler`` component, told how many steps the run has; None where there is none."""
     return instantiate(section, optimizer, _optional_=dict.fromkeys(LENGTHS, num_steps))

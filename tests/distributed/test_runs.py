@@ -239,6 +239,26 @@ def test_a_batch_of_another_size_is_told(unbroken: Path, ranks: Ranks, workspace
     assert "batch_size=2 is as many samples in all" in results[0][1]
 
 
+# ---- traces
+
+
+@pytest.mark.parametrize(
+    ("component", "written"),
+    [
+        ("offload.training.profiler.torch_profiler", "step_3/trace_rank?.json.gz"),
+        ("torchtune.training.setup_torch_profiler", "iteration_3/*.json.gz"),
+    ],
+)
+def test_each_process_is_profiled(
+    component: str, written: str, ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    """torchtune's lets them wait for each other."""
+    schedule = "wait_steps: 1, warmup_steps: 1, active_steps: 1, num_cycles: 1, cuda: False, xpu: False"
+    profiler = f"{{_component_: {component}, enabled: True, output_dir: '${{output_dir}}/profiles', {schedule}}}"
+    run_distributed(ranks, workspace, 2, "full", tmp_path / "run", f"profiler={profiler}", "max_steps_per_epoch=4")
+    assert len(list((tmp_path / "run" / "profiles").glob(written))) == 2
+
+
 # ---- signals and failures
 
 

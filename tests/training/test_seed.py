@@ -1,12 +1,9 @@
-"""Seeds, schedule and traces: what torchtune's functions of the same purpose do, without torchtune."""
+"""Seeds and schedule: what torchtune's functions of the same purpose do, without torchtune."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +11,6 @@ import pytest
 import torch
 
 from offload import torchao_shim
-from offload.training.profiler import torch_profiler
 from offload.training.schedules import get_cosine_schedule_with_warmup
 from offload.training.seed import set_seed
 
@@ -83,19 +79,3 @@ def test_the_schedule_is_torchtunes(warmup: int, steps: int, cycles: float) -> N
             optimizer.step()
             schedule.step()
     assert rates[0] == rates[1] and len(set(rates[0])) > 3
-
-
-def test_a_profiler_leaves_a_trace_of_the_steps_in_its_cycle(tmp_path: Path) -> None:
-    profiler = torch_profiler(str(tmp_path), wait_steps=1, warmup_steps=1, active_steps=2, num_cycles=1)
-    assert profiler is not None
-    profiler.start()
-    for _ in range(6):
-        torch.ones(4, 4) @ torch.ones(4, 4)
-        profiler.step()
-    profiler.stop()
-    (folder,) = tmp_path.iterdir()
-    assert folder.name == "step_4"
-    trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
-    assert sum(event.get("name") == "aten::mm" for event in trace["traceEvents"]) == 2
-    assert "aten::mm" in (folder / "operations.txt").read_text()
-    assert torch_profiler(str(tmp_path), enabled=False) is None

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from pages import MODELS, ROOT, write_table
-from torch import nn
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a checkout need not be installed
@@ -31,13 +30,12 @@ from offload import torchao_shim
 from offload.cli import registry
 from offload.cli.validate import load_recipe
 from offload.config.loading import load_and_check
-from offload.models.protocol import CausalLM
+from offload.models.protocol import CausalLM, Packed
 from offload.models.source import describe
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import CARDS as KNOWN_CARDS
 from offload.plan.footprint import PARAMETERS
 from offload.tiny import register_resolvers
-from offload.training.budgeting import NF4_BYTES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer
 
@@ -123,7 +121,7 @@ def configs() -> dict[str, Path]:
     }
 
 
-def described(name: str, path: Path) -> tuple[CausalLM, list[nn.Parameter], TrainSettings]:
+def described(name: str, path: Path) -> tuple[CausalLM, Packed, TrainSettings]:
     """The config's model in parts, on the meta device in bf16, with its adapter; those of its weights that 4 bits
     hold; and its settings."""
     register_resolvers()
@@ -144,23 +142,22 @@ def compute(name: str, path: Path, *, working: int | None = None) -> Memory:
         path: its file.
         working: bytes, where they have been counted before.
     """
-    model, in_4bit, settings = described(name, path)
+    model, packed, settings = described(name, path)
     params = dict(model.module.named_parameters())
     is_lora = name.endswith("lora")
-    rounded = [param.numel() for param in in_4bit]
     trained = sum(param.numel() for param in params.values() if param.requires_grad)
     parameters = sum(param.numel() for param in params.values()) - (trained if is_lora else 0)
     length = int(settings.tokenizer.max_seq_len)
     if working is None:
         counted = Tracer().count(model, settings, torch.bfloat16, length, keeps=False)
         working = counted.peak() - counted.before.parts[PARAMETERS]
-        working += 2 * max(rounded, default=0)  # a weight that is computed with
+        working += 2 * max((weight.numel() for weight in packed.weights), default=0)  # a weight that is computed with
     return Memory(
         parameters=parameters,
         trained=trained,
         tokens=length * settings.batch_size,
-        in_4bit=sum(rounded),
-        weights=2 * (parameters - sum(rounded)) + int(NF4_BYTES * sum(rounded)),
+        in_4bit=packed.elements,
+        weights=2 * (parameters - packed.elements) + int(packed.nbytes * packed.elements),
         adapter=ADAPTER_BYTES * trained if is_lora else 0,
         in_flight=0 if is_lora else int(settings.optimizer.in_flight_gib * GIB),
         working=working,

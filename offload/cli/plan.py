@@ -408,11 +408,17 @@ class _Run:
         settings = self._load(changes)
         if self._world.size > 1:
             from offload.distributed.sharding import check_shape
+            from offload.models.source import check_divisible
 
+            check_divisible(settings.model)
             replicate, kept = settings.data_parallel_replicate_dim, settings.reshard_after_forward
             check_shape(self._world, replicate=replicate, reshard_after_forward=kept)
         folder = Path(str(settings.model.get("path") or "")).expanduser()
         if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+            from offload.device import DTYPES
+            from offload.models.source import check_section
+
+            check_section(settings.model, self._device, DTYPES[settings.dtype], adapts=self._class.adapts)
             return
         with installed_only():
             self._class.check(settings, notes=[])

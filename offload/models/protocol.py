@@ -14,6 +14,30 @@ from torch import Tensor, nn
 from offload.models.shares import WeightFile
 from offload.models.size import Size
 
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales
+(https://arxiv.org/abs/2305.14314)."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The weights of a model that take other bytes than their dtype's, in memory or in its files.
+
+    Attributes:
+        weights: that are in 4 bits in memory; they are frozen.
+        nbytes: of each element of those, with its part of the scales.
+        dequantized: the format of its files' weights, where they become plain ones; empty where they are.
+    """
+
+    weights: Sequence[nn.Parameter] = ()
+    nbytes: float = NF4_BYTES
+    dequantized: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Of :attr:`weights`."""
+        return sum(weight.numel() for weight in self.weights)
+
 
 class CausalLM(Protocol):
     """A language model in parts, so that the loss can apply the head chunk by chunk.

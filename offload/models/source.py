@@ -16,7 +16,7 @@ from offload.models.huggingface import described as huggingface_described
 from offload.models.huggingface import from_pretrained
 from offload.models.huggingface import source as huggingface
 from offload.models.huggingface.answers import HuggingFaceAnswerer
-from offload.models.protocol import Answerer, CausalLM, ModelSource, Sampling, SavedRuns
+from offload.models.protocol import Answerer, CausalLM, ModelSource, Packed, Sampling, SavedRuns
 from offload.models.torchtune import described as torchtune_described
 from offload.models.torchtune import source as torchtune
 from offload.models.torchtune.answers import TorchtuneAnswerer
@@ -25,7 +25,16 @@ from offload.models.torchtune.architecture import BUILDER_ARGUMENTS
 PASSED = (*BUILDER_ARGUMENTS, "device", "dtype")
 """Arguments that a model need not have from its section: a recipe, or the base checkpoint's config.json, has them."""
 
-__all__ = ["PASSED", "check_section", "describe", "empty_model", "files_of", "find_answerer", "find_source"]
+__all__ = [
+    "PASSED",
+    "check_divisible",
+    "check_section",
+    "describe",
+    "empty_model",
+    "files_of",
+    "find_answerer",
+    "find_source",
+]
 
 Tell = Callable[[str], object]
 
@@ -51,6 +60,19 @@ def check_section(section: DictConfig, device: torch.device, dtype: torch.dtype,
         huggingface.check_section(section, device, dtype, adapts=adapts)
 
 
+def check_divisible(section: DictConfig) -> None:
+    """Refuse a ``model`` section whose weights several processes cannot divide.
+
+    Raises:
+        UserError: they are in 4 bits of bitsandbytes.
+    """
+    if _is_of_transformers(section) and (section.get("load_in_4bit") or not huggingface.is_plain_in_files(section)):
+        raise UserError(
+            "model: weights in 4 bits of bitsandbytes cannot be divided among processes: use "
+            "lora_finetune_single_device, a model in 16 bits, or one of torchtune's qlora_* builders"
+        )
+
+
 def empty_model(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> nn.Module | None:
     """The model that a section describes by its arguments alone, on the meta device; None where a folder has it.
 
@@ -67,8 +89,8 @@ def empty_model(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> nn.
 
 def describe(
     section: DictConfig, adapter: DictConfig | None, dtype: torch.dtype, *, adapts: bool
-) -> tuple[CausalLM, list[nn.Parameter]] | None:
-    """The model that trains, on the meta device, and those of its weights that the section asks to round to 4 bits.
+) -> tuple[CausalLM, Packed] | None:
+    """The model that trains, on the meta device, and those of its weights that are in 4 bits.
 
     No weight has to be there. None where nothing here tells the model's sizes.
 

@@ -20,7 +20,7 @@ from offload.engine.placement import Placement
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.host_memory import use_of_this_process
-from offload.models.protocol import CausalLM
+from offload.models.protocol import CausalLM, Packed
 from offload.models.source import describe
 from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
@@ -29,10 +29,6 @@ from offload.plan.footprint import Footprint, without_activations
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of
-
-NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
-"""Per weight in 4 bits: a scale of 8 bits for 64 of them, and one of fp32 for 256 scales
-(https://arxiv.org/abs/2305.14314)."""
 
 DEFAULT_LENGTH = 2048
 """Tokens of a sequence where neither the tokenizer nor the model limits them."""
@@ -85,7 +81,7 @@ class Planner:
     def __init__(self, base: int | Callable[[], int], *, adapts: bool) -> None:
         self._asked, self._adapts = base, adapts
         self._tracer = Tracer()
-        self._models: dict[Any, tuple[CausalLM, list[nn.Parameter]]] = {}
+        self._models: dict[Any, tuple[CausalLM, Packed]] = {}
         self._states: dict[str, list[tuple[str, str, int]] | None] = {}
 
     def plan(
@@ -116,7 +112,7 @@ class Planner:
     def _base(self) -> int:
         return self._asked if isinstance(self._asked, int) else self._asked()
 
-    def _model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
+    def _model(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, Packed]:
         found = describe(settings.model, getattr(settings, "adapter", None), dtype, adapts=self._adapts)
         if found is None:
             raise UserError(
@@ -125,7 +121,7 @@ class Planner:
             )
         return found
 
-    def model_of(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, list[nn.Parameter]]:
+    def model_of(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, Packed]:
         """The model with its tensors on the meta device."""
         key = repr(settings.model), repr(getattr(settings, "adapter", None)), dtype
         if key not in self._models:
@@ -135,14 +131,16 @@ class Planner:
     def _plan(
         self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding, *, traced: bool
     ) -> Plan:
-        parts, rounded = self.model_of(settings, dtype)
+        parts, packed = self.model_of(settings, dtype)
         params = list(parts.module.parameters())
         named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
         numbers = sum(p.numel() for p in params), sum(p.numel() for _, p in named)
-        largest = max((p.numel() for p in rounded), default=0)
-        saved = dtype.itemsize * sum(p.numel() for p in rounded) - int(NF4_BYTES * sum(p.numel() for p in rounded))
+        largest = max((p.numel() for p in packed.weights), default=0)
+        saved = int((dtype.itemsize - packed.nbytes) * packed.elements)
         on_gpu = device.type != "cpu"
         notes: list[str] = []
+        if packed.dequantized:
+            notes.append(f"the {packed.dequantized} weights of the folder are read as {settings.dtype}, and saved so")
         optimizer, states = self._optimizer(settings, named, sharding, on_gpu=on_gpu, notes=notes)
         base = self._base
         length = settings.tokenizer.get("max_seq_len")
@@ -162,7 +160,7 @@ class Planner:
         if are_apart:
             name = "gradients, this rank's part" if sharding.ranks > 1 else "gradients of all micro-batches"
             beside.append((name, sharding.part(_nbytes(param for _, param in named))))
-        if rounded:
+        if packed.weights:
             beside.append(("a weight in 16 bits, to compute with", largest * dtype.itemsize))
         if on_gpu:
             kept = 2 / max(3, len(layers_of(parts.module)))  # a layer's on its way out, another's on its way in

@@ -16,6 +16,7 @@ from offload.distributed.world import current
 from offload.errors import UserError
 from offload.host_memory import use_of_this_process
 from offload.metrics.lines import say
+from offload.models.source import check_divisible
 from offload.plan.budget import Budget, Sharding
 from offload.training.budgeting import Planner
 from offload.training.dividing import AUTO, Division, choose, divisions, least, room
@@ -56,6 +57,8 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
             replicate=settings.data_parallel_replicate_dim,
             reshard_after_forward=settings.reshard_after_forward,
         )
+        if current().size > 1:
+            check_divisible(settings.model)
         return super().check(settings, notes=notes)
 
     def setup_run(self) -> Loaded | None:
@@ -91,11 +94,6 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
         """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""
         if self.world.size == 1:
             return
-        if getattr(self.parts, "is_in_4bit", False):
-            raise UserError(
-                "model: weights in 4 bits of bitsandbytes cannot be divided among processes: use "
-                "lora_finetune_single_device, a model in 16 bits, or one of torchtune's qlora_* builders"
-            )
         settings, self._divided = self.settings, (division := self._division())
         mesh = find_mesh(self.world, self.device, replicate=division.replicate)
         try:

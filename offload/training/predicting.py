@@ -159,7 +159,7 @@ class Predictor:
         sections = settings.model, settings.loss, getattr(settings, "adapter", None)
         key = (*map(id, sections), dtype, on_gpu, settings.enable_activation_checkpointing, settings.compile)
         if key not in self._shapes:
-            parts, rounded = self._planner.model_of(settings, dtype)
+            parts, packed = self._planner.model_of(settings, dtype)
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
                 few, step = shortened(parts, settings, plan.batch, plan.length, number=TRACED[0])
@@ -170,7 +170,7 @@ class Predictor:
                 dataclasses.replace(counted, layers=len(layers) or 1),
                 tuple(_trained(layers[len(layers) // 2])) if len(layers) else (),
                 *_edges(parts.module, layers),
-                sum(param.numel() for param in rounded),
+                packed.elements,
                 sections,
             )
         return self._shapes[key]

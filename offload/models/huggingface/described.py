@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from offload.config.loading import instantiate
 from offload.models.huggingface import published
 from offload.models.huggingface.adapter import AdaptedModel
 from offload.models.huggingface.loading import auto_class, read_config
 from offload.models.huggingface.model import HuggingFaceModel
+from offload.models.huggingface.quantized import packed_weights
+from offload.models.protocol import Packed
 
 
 def describe(
     section: DictConfig, adapter: DictConfig | None, dtype: torch.dtype, *, adapts: bool
-) -> tuple[HuggingFaceModel, list[nn.Parameter]] | None:
-    """The model on the meta device, and those of its weights that ``load_in_4bit`` rounds.
+) -> tuple[HuggingFaceModel, Packed] | None:
+    """The model on the meta device, and those of its weights that are in 4 bits: stored so, or by ``load_in_4bit``.
 
     Its dimensions are those of ``config.json`` in the folder, else those that are published for the repository that the
     folder is named after; None where there are neither.
@@ -33,8 +34,6 @@ def describe(
     Raises:
         UserError: config.json cannot be read, or no adapter fits.
     """
-    from transformers.quantizers.base import get_keys_to_not_convert
-
     folder = Path(str(section.path)).expanduser()
     if (folder / "config.json").is_file():
         config = read_config(folder, bool(section.get("trust_remote_code")))
@@ -46,13 +45,8 @@ def describe(
     with torch.device("meta"):
         module: Any = auto_class(config).from_config(config, dtype=dtype)
     module.train()
-    kept = set(get_keys_to_not_convert(module)) if section.get("load_in_4bit") else None
-    rounded: list[nn.Parameter] = [
-        cast(nn.Parameter, each.weight)
-        for name, each in module.named_modules()
-        if kept is not None and isinstance(each, nn.Linear) and name not in kept
-    ]
+    packed = packed_weights(module, folder, load_in_4bit=bool(section.get("load_in_4bit")))
     model = HuggingFaceModel(module)
     if adapts and adapter is not None:
         model = AdaptedModel(model, instantiate(adapter))
-    return model, rounded
+    return model, packed

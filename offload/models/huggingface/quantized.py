@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from offload.errors import UserError
+from offload.models.protocol import NF4_BYTES, Packed
 
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Formats in which models are published, and transformers' class for each: their weights become plain ones."""
@@ -21,15 +22,58 @@ IN_4BIT = "bitsandbytes 4-bit"
 
 def stored_format(folder: Path) -> str | None:
     """How the weights in a model's folder are quantised, by ``config.json``; None where they are not."""
+    section = _stored_section(folder)
+    if isinstance(section, dict) and section:
+        is_4bit = section.get("load_in_4bit") and section.get("quant_method", "bitsandbytes") == "bitsandbytes"
+        return IN_4BIT if is_4bit else str(section.get("quant_method", "an unnamed method"))
+    return str(section) if section else None
+
+
+def _stored_section(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config")):
-        section = part.get("quantization_config") if isinstance(part, dict) else None
-        if isinstance(section, dict) and section:
-            is_4bit = section.get("load_in_4bit") and section.get("quant_method", "bitsandbytes") == "bitsandbytes"
-            return IN_4BIT if is_4bit else str(section.get("quant_method", "an unnamed method"))
-        if section:
-            return str(section)
-    return None
+    sections = (
+        part.get("quantization_config") for part in (config, config.get("text_config")) if isinstance(part, dict)
+    )
+    return next(filter(None, sections), None)
+
+
+def check_stored(folder: Path, *, load_in_4bit: bool, adapts: bool) -> str | None:
+    """How the weights in a folder are quantised, where they can be trained so; None where they are not.
+
+    Args:
+        folder: of the model.
+        load_in_4bit: the weights of linear layers are rounded to NF4.
+        adapts: an adapter trains, and not the whole model.
+
+    Raises:
+        UserError: for a format that is for inference, or one that only an adapter goes with; where bitsandbytes is not
+            installed.
+    """
+    stored = stored_format(folder)
+    if stored is not None and stored not in DEQUANTIZED and stored != IN_4BIT:
+        raise UserError(
+            f"model.path: the weights in {folder} are quantised ({stored}) and cannot be trained: give the folder of "
+            f"the original model; of quantised ones only {', '.join(DEQUANTIZED)} (read as plain weights) and "
+            "bitsandbytes 4-bit (for LoRA) are read"
+        )
+    if stored in DEQUANTIZED and load_in_4bit:
+        raise UserError(
+            f"model.load_in_4bit=True: the weights in {folder} are {stored} already, which is read as plain "
+            "weights: leave load_in_4bit out, or give a folder in bf16 or in bitsandbytes 4-bit"
+        )
+    if stored == IN_4BIT and not adapts:
+        raise UserError(
+            f"model.path: the weights in {folder} are in 4 bits, which cannot be trained: use the recipe "
+            "lora_finetune_single_device with an adapter, or give the folder of the original model"
+        )
+    if stored in DEQUANTIZED or (stored is None and not load_in_4bit):
+        return stored
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"{'model.path' if stored else 'model.load_in_4bit'}: weights in 4 bits need bitsandbytes: pip install "
+            "bitsandbytes (Linux, Windows)"
+        )
+    return stored
 
 
 def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -> dict[str, Any]:
@@ -45,28 +89,10 @@ def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -
     """
     import transformers
 
-    stored = stored_format(folder)
-    if stored is not None and stored not in DEQUANTIZED and stored != IN_4BIT:
-        raise UserError(
-            f"model.path: the weights in {folder} are quantised ({stored}) and cannot be trained: give the folder of "
-            f"the original model; of quantised ones only {', '.join(DEQUANTIZED)} (read as plain weights) and "
-            "bitsandbytes 4-bit (for LoRA) are read"
-        )
+    stored = check_stored(folder, load_in_4bit=load_in_4bit, adapts=True)
     if stored in DEQUANTIZED:
-        if load_in_4bit:
-            raise UserError(
-                f"model.load_in_4bit=True: the weights in {folder} are {stored} already, which is read as plain "
-                "weights: leave load_in_4bit out, or give a folder in bf16 or in bitsandbytes 4-bit"
-            )
         return {"quantization_config": getattr(transformers, DEQUANTIZED[stored])(dequantize=True)}
-    if stored is None and not load_in_4bit:
-        return {}
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"{'model.path' if stored else 'model.load_in_4bit'}: weights in 4 bits need bitsandbytes: pip install "
-            "bitsandbytes (Linux, Windows)"
-        )
-    if stored is not None:
+    if stored is not None or not load_in_4bit:
         return {}
     nf4 = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -75,6 +101,34 @@ def loading_arguments(folder: Path, dtype: torch.dtype, *, load_in_4bit: bool) -
         bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": nf4}
+
+
+def packed_weights(model: Any, folder: Path, *, load_in_4bit: bool) -> Packed:
+    """The weights of a model that are in 4 bits when it is loaded.
+
+    Args:
+        model: of transformers, with plain weights, on the meta device.
+        folder: of its files; its ``config.json`` need not be there.
+        load_in_4bit: the weights of linear layers are rounded to NF4.
+    """
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    stored = stored_format(folder) if (folder / "config.json").is_file() else None
+    if stored != IN_4BIT and not load_in_4bit:
+        return Packed(dequantized=stored or "")
+    section = _stored_section(folder) if stored == IN_4BIT else {}
+    skipped = HfQuantizer.get_modules_to_not_convert(
+        model, section.get("llm_int8_skip_modules"), model._keep_in_fp32_modules
+    )
+    weights = [
+        cast(nn.Parameter, each.weight)
+        for name, each in model.named_modules()
+        if type(each) is nn.Linear and should_convert_module(name, skipped)
+    ]
+    # Of a folder's own, scales of fp32 for 64 weights; or of 8 bits, with one of fp32 for 256 of them.
+    is_double = section.get("bnb_4bit_use_double_quant", not section)
+    return Packed(weights, NF4_BYTES if is_double else 0.5 + 4 / 64)
 
 
 def check_rounded(model: Any) -> None:

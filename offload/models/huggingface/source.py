@@ -17,7 +17,7 @@ from offload.models.huggingface.adapter import AdaptedModel, begins_with_weights
 from offload.models.huggingface.attention import check_attention
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.huggingface.model import HuggingFaceModel
-from offload.models.huggingface.quantized import IN_4BIT, stored_format
+from offload.models.huggingface.quantized import IN_4BIT, check_stored, stored_format
 from offload.models.protocol import AdaptedLM, CausalLM
 from offload.models.size import num_elements
 from offload.models.vocabulary import check_vocabulary, end_warning
@@ -43,14 +43,24 @@ def check_section(section: DictConfig, device: torch.device, dtype: torch.dtype,
             "model.load_in_4bit=True: weights in 4 bits cannot be trained: use the recipe lora_finetune_single_device "
             "with an adapter, or leave it out"
         )
+    folder = Path(str(section.get("path"))).expanduser()
+    try:
+        check_stored(folder, load_in_4bit=bool(section.get("load_in_4bit")), adapts=adapts)
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        pass  # what is wrong is told when it is opened
     if "attn_implementation" in section:
         check_attention(section.attn_implementation, device, dtype)
 
 
 def is_told_by_its_files(section: DictConfig) -> bool:
     """Whether a model's folder tells its sizes: it neither brings code of its own nor has weights packed in 4 bits."""
-    if section.get("trust_remote_code"):
-        return False
+    return not section.get("trust_remote_code") and is_plain_in_files(section)
+
+
+def is_plain_in_files(section: DictConfig) -> bool:
+    """Whether a model's folder has no weights packed in 4 bits that stay so."""
     try:
         return stored_format(Path(str(section.get("path"))).expanduser()) != IN_4BIT
     except (OSError, RuntimeError, ValueError, AttributeError):
@@ -129,13 +139,7 @@ class HuggingFaceSource:
         return model
 
     def full(self, saved: Mapping[str, Tensor] | None, folder: Path | None) -> CausalLM:
-        model = self._load(folder, self._device)
-        if model.is_in_4bit:
-            raise UserError(
-                f"model.path: the weights in {self.format.directory} are in 4 bits, which cannot be trained: use the "
-                "recipe lora_finetune_single_device with an adapter, or give the folder of the original model"
-            )
-        return model
+        return self._load(folder, self._device)
 
     def can_fill(self, *, adapts: bool) -> bool:
         folder = self.format.directory

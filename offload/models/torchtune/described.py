@@ -8,12 +8,13 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from offload.models.protocol import NF4_BYTES, Packed
 from offload.models.torchtune.building import build_model
 from offload.models.torchtune.lora import prepare_adapter
 from offload.models.torchtune.model import AdaptedTorchtuneModel, TorchtuneModel
 
 
-def describe(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> tuple[TorchtuneModel, list[nn.Parameter]]:
+def describe(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> tuple[TorchtuneModel, Packed]:
     """The model on the meta device, and those of its weights that ``quantize_base`` rounds to 4 bits.
 
     Args:
@@ -38,7 +39,7 @@ def describe(section: DictConfig, dtype: torch.dtype, *, adapts: bool) -> tuple[
         for name, param in decoder.named_parameters()
         if rounds and param.dim() == 2 and name.startswith("layers.") and not param.requires_grad
     ]
-    return (AdaptedTorchtuneModel if adapts else TorchtuneModel)(decoder), rounded
+    return (AdaptedTorchtuneModel if adapts else TorchtuneModel)(decoder), Packed(rounded, NF4_BYTES)
 
 
 def _build_caches(decoder: nn.Module) -> None:

@@ -48,6 +48,33 @@ def host_memory() -> HostMemory:
     return HostMemory(memory.total, memory.available, limit, used, _limit("RLIMIT_MEMLOCK"), _is_wsl())
 
 
+def why_not_locked(memory: HostMemory, nbytes: int) -> str:
+    """What most likely kept memory from being page-locked, and the way out.
+
+    Args:
+        memory: of this process, now.
+        nbytes: that could not be locked.
+    """
+    if memory.is_wsl:
+        return (
+            "This is WSL 2, whose driver page-locks about half of its memory: give it more in "
+            "%UserProfile%\\.wslconfig ([wsl2] memory=48GB, then `wsl --shutdown`), or boot Linux"
+        )
+    if memory.limit is not None and memory.usable < nbytes:
+        return (
+            f"Its control group may have {memory.limit / GIB:.1f} GiB, of which {memory.usable / GIB:.1f} are left: "
+            "give the container or the job more (docker run --memory, #SBATCH --mem)"
+        )
+    if memory.usable < nbytes:
+        return f"The host has {memory.usable / GIB:.1f} GiB left: end what else takes its memory"
+    if memory.locked_limit is not None and memory.locked_limit < nbytes:
+        return (
+            f"`ulimit -l` is {memory.locked_limit / GIB:.2g} GiB: raise it (`ulimit -l unlimited`, memlock in "
+            "/etc/security/limits.conf, docker run --ulimit memlock=-1)"
+        )
+    return "The driver refused it though the host has room: `tune doctor` tells how much it locks"
+
+
 @dataclass(frozen=True)
 class Use:
     """Bytes of this process.

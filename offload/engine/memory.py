@@ -54,6 +54,23 @@ def carve(buffer: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     return views
 
 
+class PageLockWarning(UserWarning):
+    """Host memory stays pageable.
+
+    Attributes:
+        nbytes: that could not be page-locked at once.
+        reason: who refused says.
+    """
+
+    def __init__(self, nbytes: int, reason: str) -> None:
+        self.nbytes, self.reason = nbytes, reason
+        super().__init__(
+            f"page-locking {nbytes / 2**30:.2f} GiB of host memory failed ({reason}); going on with pageable memory, "
+            "whose copies block and are about half as fast. Free host memory, or raise what limits it: that of the "
+            "container, WSL's, `ulimit -l`; memory_report() tells how much was locked"
+        )
+
+
 class HostMemory:
     """Hands out host tensors and counts them by memory kind and purpose.
 
@@ -178,13 +195,7 @@ class HostMemory:
             return slab
         if slab is not None and not self._pin_failed:
             self._pin_failed = True
-            reason = str(slab).splitlines()[0]
-            warnings.warn(
-                f"page-locking {nbytes / 2**30:.2f} GiB of host memory failed ({reason}); going on with "
-                "pageable memory, whose copies block and are about half as fast. Raise the limit "
-                "(`ulimit -l`) or free memory.",
-                stacklevel=2,
-            )
+            warnings.warn(PageLockWarning(nbytes, str(slab).splitlines()[0]), stacklevel=2)
         self._bytes["host"][purpose] += wanted
         return torch.empty(wanted, dtype=torch.uint8)
 

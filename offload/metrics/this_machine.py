@@ -86,6 +86,15 @@ def speeds_here(device: torch.device, kind: str) -> tuple[Speeds, str] | None:
     return speeds, f"`tune doctor` measured on {profile.date[:10]}"
 
 
+def pageable_share(device: torch.device) -> float:
+    """Of the link's rate, what copies from and to pageable memory reach: as ``tune doctor`` measured, or a half."""
+    profile = profile_here(device)
+    if profile is None or "pageable_up" not in profile.rates:
+        return 0.5
+    rates = profile.rates
+    return float(min(1.0, (rates["pageable_up"] + rates["pageable_down"]) / (rates["up"] + rates["down"])))
+
+
 def costs_here() -> tuple[Mapping[str, Any], str] | None:
     """What ``tune doctor`` measured of training on this CPU with this number of threads, and when, in words."""
     profile = profile_here(torch.device("cpu"))

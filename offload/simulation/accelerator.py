@@ -100,6 +100,7 @@ class SimulatedAccelerator:
         streams: names of further streams, which a library has made (see :meth:`on`).
         sharing: what copies (kinds ``up`` and ``down``), work on started threads (``host``) and :meth:`transfer` use
             together; None where each has its own.
+        lockable: bytes of host memory that can be page-locked; None for any number.
         spare: bytes that :meth:`memory_left` tells, whatever was taken; None for what ``memory`` leaves.
 
     Attributes:
@@ -129,9 +130,10 @@ class SimulatedAccelerator:
         streams: Sequence[str] = (),
         sharing: Sharing | None = None,
         spare: int | None = None,
+        lockable: int | None = None,
     ) -> None:
         self.rates = rates or Rates()
-        self._spare = spare
+        self._spare, self._lockable = spare, lockable
         self.scale = scale
         self.memory = CachingAllocator(memory)
         self.pins: list[Pin] = []
@@ -252,6 +254,9 @@ class SimulatedAccelerator:
         return self._ledger.on_host(tensor)
 
     def empty_pinned(self, nbytes: int) -> Tensor:
+        locked = sum(pin.nbytes for pin in self.pins)
+        if self._lockable is not None and locked + nbytes * self.scale > self._lockable:
+            raise RuntimeError("simulated host: no more memory can be page-locked")
         thread = self._threads.point()
         buffer = self._buffer(thread, nbytes)
         self._ledger.memory(buffer, on_host=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from offload.distributed.world import World
 from offload.errors import UserError
 from offload.host_memory import allowance, use_of_this_process
 from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, readable
-from offload.training.budgeting import Planner
+from offload.plan.prediction import Prediction
+from offload.plan.workload import Machine
+from offload.training.budgeting import Plan, Planner
 from offload.training.changes import cheaper, cost, keys_of
 from offload.training.dividing import least
+from offload.training.placement import Room
+from offload.training.predicting import Predictor
 from offload.training.settings import TrainSettings
 
 TOLD = 3
@@ -26,6 +31,9 @@ TOLD = 3
 
 LEAST = 0.01
 """Share of what a run takes that is worth an override."""
+
+NO_TIME = 0.005
+"""Share of a step that is not worth telling."""
 
 OF_DEVICE, OF_HOST = 0.05, 0.1
 """Shares by which plans can be too low, docs/planning.md. What is enough leaves so much of the room, and so much of
@@ -47,18 +55,51 @@ class Saving:
     budget: Budget
 
 
-class Advisor:
-    """Plans a run, and what could be changed of it.
+@dataclass(frozen=True)
+class Less:
+    """Overrides that leave less to page-lock.
+
+    Attributes:
+        changes: overrides.
+        locked: bytes that are, with them.
+    """
+
+    changes: tuple[str, ...]
+    locked: int
+
+
+def settings_of_file(recipe: Any, path: Path, overrides: Sequence[str]) -> Callable[[Sequence[str]], TrainSettings]:
+    """Settings for an :class:`Advisor`.
 
     Args:
         recipe: its class.
         path: of its config.
         overrides: of its command line.
-        processes: that train one model together.
     """
 
-    def __init__(self, recipe: Any, path: Path, overrides: Sequence[str], *, processes: int = 1) -> None:
-        self._recipe, self._path, self._overrides = recipe, path, list(overrides)
+    def load(changes: Sequence[str]) -> TrainSettings:
+        settings: TrainSettings
+        _, settings = load_and_check(path, [*overrides, *changes], recipe.Settings, [])
+        return settings
+
+    return load
+
+
+class Advisor:
+    """Plans a run, and what could be changed of it.
+
+    Args:
+        recipe: its class.
+        settings: the run's, with more overrides.
+        processes: that train one model together.
+
+    Attributes:
+        dtype: of the parameters.
+    """
+
+    def __init__(self, recipe: Any, settings: Callable[[Sequence[str]], TrainSettings], *, processes: int = 1) -> None:
+        self._recipe, self._settings = recipe, settings
+        self.dtype = DTYPES[settings(()).dtype]
         self._world = World(size=processes, local_size=processes)
 
     def lines(self, device: torch.device, *, of_device: bool, used: int, room: int | None) -> list[str]:
@@ -74,12 +115,11 @@ class Advisor:
             UserError: the run cannot be planned.
         """
         settings = self._settings(())
-        planner = Planner(used, adapts=self._recipe.adapts)
+        plans = self._plans(device, used)
         places = (DEVICE,) if of_device else (LOCKED, HOST)
 
         def budget(changes: Sequence[str]) -> Budget:
-            changed = self._settings(changes)
-            return planner.plan(changed, device, DTYPES[changed.dtype], sharding=least(changed, self._world)).budget
+            return plans(changes).budget
 
         whole = budget(())
         total = whole.of(*places)
@@ -93,22 +133,88 @@ class Advisor:
             return [*lines, "no setting saves any of it: take a smaller model, or more memory"]
         lines.append("what saves most, one by one:")
         width = max(len(" ".join(each.changes)) for each in told)
+        time = self._times(device, plans)
         lines += [
-            f"  {readable(each.saved):>11}  {' '.join(each.changes):<{width}}  {cost(each.changes)}" for each in told
+            f"  {readable(each.saved):>11}  {' '.join(each.changes):<{width}}  {cost(each.changes, time(each.changes))}"
+            for each in told
         ]
         margin = OF_DEVICE if of_device else OF_HOST
         goal = None if room is None else int((1 - margin) * min(room, total))
         enough = None if goal is None else self._enough(savings, best, budget, goal, places)
         if enough is not None:
-            lines.append(f"enough, with {readable(enough.budget.of(*places))}: {' '.join(enough.changes)}")
+            taken = time(enough.changes)
+            beside = "" if taken is None else f" and {taken}"
+            lines.append(f"enough, with {readable(enough.budget.of(*places))}{beside}: {' '.join(enough.changes)}")
         elif room is not None:
             lines.append("no combination of them is enough: take a smaller model, or more memory")
         return lines
 
-    def _settings(self, changes: Sequence[str]) -> TrainSettings:
-        settings: TrainSettings
-        _, settings = load_and_check(self._path, [*self._overrides, *changes], self._recipe.Settings, [])
-        return settings
+    def _plans(self, device: torch.device, used: int) -> Callable[[Sequence[str]], Plan]:
+        """Plans the run with overrides; arguments as of :meth:`lines`."""
+        planner = self._planner = Planner(used, adapts=self._recipe.adapts)
+
+        @functools.cache
+        def plan(changes: tuple[str, ...]) -> Plan:
+            changed = self._settings(changes)
+            return planner.plan(changed, device, DTYPES[changed.dtype], sharding=least(changed, self._world))
+
+        return lambda changes: plan(tuple(changes))
+
+    def _times(
+        self, device: torch.device, plans: Callable[[Sequence[str]], Plan]
+    ) -> Callable[[Sequence[str]], str | None]:
+        """Tells what overrides cost in time: of as many tokens as the run's step has, on this machine. None where that
+        cannot be predicted."""
+        predictor = Predictor(self._planner)
+
+        @functools.cache
+        def predicted(changes: tuple[str, ...]) -> Prediction | None:
+            if self._world.size > 1:
+                return None
+            try:
+                changed = self._settings(changes)
+                room = Room() if device.type == "cpu" else Room(total_memory(device))
+                found = predictor.predict_here(changed, plans(changes), device, DTYPES[changed.dtype], room)
+            except Exception:  # the memory that is short, or a part that cannot be traced
+                return None
+            return found and found[0]
+
+        def time(changes: Sequence[str]) -> str | None:
+            before, after = predicted(()), predicted(tuple(changes))
+            if before is None or after is None:
+                return None
+            share = before.tokens_per_second / after.tokens_per_second - 1
+            if abs(share) < NO_TIME:
+                return "no time"
+            return f"{1000 * share * before.step_seconds:+,.0f} ms a step ({share:+.0%})"
+
+        return time
+
+    def less_to_lock(self, device: torch.device, *, used: int, room: int) -> Less | None:
+        """The overrides with which no more than ``room`` bytes of the host are page-locked, or else the one that saves
+        most of them; None where none saves any. Arguments as of :meth:`lines`; raises as that does."""
+        plans, places = self._plans(device, used), (LOCKED,)
+
+        def budget(changes: Sequence[str]) -> Budget:
+            return plans(changes).budget
+
+        savings = self._savings(self._settings(()), budget, budget(()).of(*places), places)
+        best = self._best(savings)
+        found = self._enough(savings, best, budget, room, places) or next(iter(best), None)
+        return None if found is None else Less(found.changes, found.budget.of(*places))
+
+    def step_seconds(self, device: torch.device, machine: Machine, *, used: int, room: Room) -> float:
+        """The run's predicted step.
+
+        Args:
+            device: where it trains, an accelerator.
+            machine: rates.
+            used: as of :meth:`lines`.
+            room: of the machine.
+        """
+        plan = self._plans(device, used)(())
+        found = Predictor(self._planner).predict(self._settings(()), plan, machine, self.dtype, room)
+        return found.step_seconds
 
     def _is_valid(self, changes: Sequence[str]) -> bool:
         try:

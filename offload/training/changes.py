@@ -7,29 +7,41 @@ from collections.abc import Iterable, Iterator
 from offload.training.settings import TrainSettings
 
 COSTS = {
-    "enable_activation_checkpointing": "each layer's forward is computed again in backward, a third more time",
+    "enable_activation_checkpointing": "each layer's forward is computed again in backward",
     "batch_size": "smaller products; gradient_accumulation_steps keeps the size of an update",
     "tokenizer.max_seq_len": "longer samples are cut, and packs hold less",
     "loss.num_output_chunks": "smaller products in the loss",
     "clip_grad_norm": "gradients are not clipped",
     "optimizer": "states come and go over the link, behind the computation where it is long enough",
     "optimizer.optimizer_class": "states in 8 bits: within the noise of training runs, not the same numbers",
-    "optimizer.update_in_backward": "no time",
     "optimizer.strategy": "states come and go over the link, behind the computation where it is long enough",
     "optimizer.in_flight_gib": "less is on its way at once, so that waits can show",
     "optimizer.offload_gradients": "gradients cross the link",
     "optimizer.state_dtype": "states in 8 bits: within the noise of training runs, not the same numbers",
     "optimizer.master": "weights keep fewer bits between updates",
 }
-"""What each key costs beside memory."""
+"""What each key costs beside memory and time."""
+
+TIMES = {
+    "enable_activation_checkpointing": "a third more time",
+    "optimizer.update_in_backward": "no time",
+}
+"""What keys cost in time where nothing is known of the machine."""
 
 TORCHS_OWN = ("fused", "foreach", "capturable", "differentiable")
 """Arguments of torch.optim.AdamW that say how, and not what, it computes."""
 
 
-def cost(changes: Iterable[str]) -> str:
-    """What overrides cost, in words."""
-    return "; ".join(dict.fromkeys(COSTS[key] for key in keys_of(changes) if key in COSTS))
+def cost(changes: Iterable[str], time: str | None = None) -> str:
+    """What overrides cost, in words.
+
+    Args:
+        changes: the overrides.
+        time: what they cost in time; None where that is not known.
+    """
+    keys = keys_of(changes)
+    times = [TIMES[key] for key in keys if key in TIMES] if time is None else [time]
+    return "; ".join(dict.fromkeys([*times, *(COSTS[key] for key in keys if key in COSTS)]))
 
 
 def keys_of(changes: Iterable[str]) -> list[str]:
@@ -60,11 +72,12 @@ def cheaper(settings: TrainSettings) -> Iterator[list[str]]:
             removed = [f"~optimizer.{key}" for key in TORCHS_OWN if key in optimizer]
             yield ["optimizer.optimizer_class=offload.optim.AdamW", *removed]
         if optimizer.get("optimizer_class") == "offload.optim.AdamW":
-            if optimizer.get("state_dtype") != "int8":
+            master = optimizer.get("master", "split")
+            if optimizer.get("state_dtype", "int8") != "int8":
                 yield ["optimizer.state_dtype=int8"]
-            if settings.dtype == "bf16" and optimizer.get("master") == "split":
+            if settings.dtype == "bf16" and master == "split":
                 yield ["optimizer.master=split24"]
-            if settings.dtype == "bf16" and optimizer.get("master") in ("split", "split24"):
+            if settings.dtype == "bf16" and master in ("split", "split24"):
                 yield ["optimizer.master=stochastic"]
     elif str(optimizer["_component_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
         yield ["optimizer=offload.OffloadOptimizer", "optimizer.optimizer_class=offload.optim.AdamW",

@@ -45,6 +45,7 @@ from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
 from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
+from offload.training.page_locking import telling_refusals
 from offload.training.placement import measured_speeds
 from offload.training.preflight import check_run
 from offload.training.profiler import build_profiler
@@ -372,7 +373,8 @@ class FinetuneRecipe:
         named = [(clean_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.params = [param for _, param in named]
         speeds = measured_speeds(settings.optimizer, self.device, self.dtype)
-        self.optimizer = instantiate(settings.optimizer, named, **speeds)
+        with telling_refusals(self):
+            self.optimizer = instantiate(settings.optimizer, named, **speeds)
         # An optimizer that works on while the next step begins lets each layer's forward wait for its own update.
         if hasattr(self.optimizer, "attach"):
             self.optimizer.attach(self.model)

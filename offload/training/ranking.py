@@ -244,14 +244,17 @@ def applied(settings: Any, changes: Sequence[str]) -> Any:
     """Settings with overrides of keys that are known to be right; nothing is checked."""
     values: dict[str, Any] = {}
     for word in changes:
-        key, _, text = word.partition("=")
+        key, _, text = word.lstrip("~").partition("=")
         head, _, rest = key.partition(".")
         value = yaml.safe_load(text)
         current = values.get(head, getattr(settings, head))
         if isinstance(current, DictConfig):
             if head not in values:
                 current = current.copy()
-            current[rest or "_component_"] = value
+            if word.startswith("~"):
+                current.pop(rest)
+            else:
+                current[rest or "_component_"] = value
             value = current
         values[head] = value
     return dataclasses.replace(settings, **values)

@@ -18,15 +18,20 @@ from torch import nn
 
 from offload.cli import registry
 from offload.cli.validate import load_recipe
+from offload.metrics.this_machine import machine_of
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
+from offload.plan.profile import Profile, write_profile
 from offload.plan.replay import replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
 from offload.tiny import register_resolvers
-from offload.training.advice import Advisor
+from offload.training.advice import Advisor, settings_of_file
+from offload.training.budgeting import Planner
 from offload.training.out_of_memory import record_for_snapshot, shortage, tell_of_a_kill, write_snapshot
+from offload.training.predicting import Predictor
 
 ROOT = Path(__file__).parents[2]
+FP32 = torch.float32
 CPU = torch.device("cpu")
 RECIPE = "full_finetune_single_device"
 WORDS = ("device=cpu", "max_steps_per_epoch=2", "evaluation=null", "metric_logger=null", "batch_size=32",
@@ -39,7 +44,8 @@ def recipe_class() -> Any:
 
 
 def advisor(name: str, *overrides: str) -> Advisor:
-    return Advisor(recipe_class(), registry.our_configs()[name], overrides)
+    recipe = recipe_class()
+    return Advisor(recipe, settings_of_file(recipe, registry.our_configs()[name], overrides))
 
 
 def enough(lines: list[str]) -> list[str]:
@@ -209,3 +215,39 @@ def test_a_run_that_the_kernel_killed_is_told_of_by_the_next(
 ) -> None:
     line = tell_of_a_kill(record, kills)
     assert line is None if told is None else told in str(line)
+
+
+# ---- what advice costs
+
+
+def test_costs_are_those_of_predicted_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of as many tokens as a step of the run has: smaller micro-batches are compared with it too."""
+    costs = {"products": 1e-9, "attention": 0.0, "moved": 0.0, "launches": 1e-3}
+    rates = {"training": {"fp32": costs, "bf16": costs}, "cpu_adamw": {"torch fused": 1e9}, "host_copy": 1e12}
+    common = ("device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=32", "loss=torch.nn.CrossEntropyLoss")
+
+    def told(*overrides: str) -> list[str]:
+        room = 600 << 20
+        return advisor("tiny_llama_offload", *common, *overrides).lines(CPU, of_device=False, used=2**29, room=room)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    without = told()
+    assert "a third more time; each layer's forward" in "".join(without) and " ms a step" not in "".join(without)
+    write_profile(Profile(machine_of(CPU, []), rates))
+    lines = told()
+
+    def seconds(*overrides: str) -> float:
+        """Of the tokens of a step with 32 sequences."""
+        run = advisor("tiny_llama_offload", *common, *overrides)
+        settings = run._settings(())
+        planner = Planner(0, adapts=False)
+        found = Predictor(planner).predict_on_cpu(settings, planner.plan(settings, CPU, FP32), rates, FP32)
+        return 32 / settings.batch_size * found.step_seconds
+
+    for override in ("batch_size=1", "enable_activation_checkpointing=True"):
+        (line,) = [line for line in lines if f"  {override} " in line]
+        share = seconds(override) / seconds() - 1
+        assert f"  {1000 * share * seconds():+,.0f} ms a step ({share:+.0%}); " in line
+        assert share > 0.05 and "a third more time" not in line
+    assert re.match(r"enough, with [\d.]+ [GM]iB and \+[\d,]+ ms a step \(\+\d+%\): ", lines[-1])
+    assert enough(lines)[0].startswith(("batch_size=", "enable_activation_checkpointing="))

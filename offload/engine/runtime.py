@@ -343,5 +343,8 @@ def runtime_for(device: torch.device) -> Runtime:
 
 def free_pinned() -> None:
     """Give page-locked memory that nothing uses any more back to the system; torch would keep it for later."""
-    if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
+    if torch.accelerator.is_available():
+        # Torch 2.11 has it for CUDA alone.
+        empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.engine.runtime import AcceleratorRuntime
+from offload.engine.runtime import AcceleratorRuntime, free_pinned
 
 
 class Stream:
@@ -217,3 +217,15 @@ def test_a_thread_may_join_itself(machine: Machine) -> None:
     started.set()
     assert joined.wait(30)
     own[0].join()
+
+
+@pytest.mark.parametrize("where", ["torch.accelerator.empty_host_cache", "torch._C._host_emptyCache"])
+def test_page_locked_memory_is_given_back_in_every_torch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 has the second one alone."""
+    called: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.delattr("torch.accelerator.empty_host_cache", raising=False)
+    monkeypatch.delattr("torch._C._host_emptyCache", raising=False)
+    monkeypatch.setattr(where, lambda: called.append(where), raising=False)
+    free_pinned()
+    assert called == [where]

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where.add_argument("--mirror", type=Path, help="folder that gets a copy of each version of the record")
     where.add_argument("--fresh", action="store_true", help="discard what the record has")
     options = parser.parse_args(arguments)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a shell starts what it runs in the background, and as the recipes would inherit it, which it ends.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if options.list:
         print("\n".join(case.name for case in cases()))
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -547,3 +548,13 @@ def test_machine_items_have_programs() -> None:
     size = parts.size_of("cuda", "7b", None)
     items = [item for part in parts.PARTS.values() for item in part(size) if isinstance(item, MachineItem)]
     assert {item.name for item in items} <= set(OTHERS)
+
+
+def test_recipes_are_not_started_deaf_to_interrupts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A shell starts a command in the background with SIGINT ignored, and a recipe leaves it so, as under nohup."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert entry.main(["--list"]) == 0
+        assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

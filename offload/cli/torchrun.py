@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +20,7 @@ from offload.cli import registry
 from offload.errors import UserError, first_line
 
 if TYPE_CHECKING:
+    import psutil
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PATIENCE = 24 * 3600
@@ -25,6 +28,10 @@ PATIENCE = 24 * 3600
 
 _LAST_SECONDS = 5.0
 """Seconds that they have after a second one."""
+
+UNATTENDED = 30.0
+"""Seconds after which torchrun, which looks after its processes ten times a second, is taken to wait for a host that is
+gone."""
 
 
 def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, rest: Sequence[str]) -> int:
@@ -64,18 +71,21 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     processes = run.determine_local_world_size(arguments.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     _, hosts = run.parse_min_max_nnodes(arguments.nnodes)
+    where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
     if hosts == 1:
         arguments.local_addr = arguments.local_addr or "localhost"  # a host's own name need not be known to it
     else:
-        where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
         print(f"waiting for {arguments.nnodes} hosts to meet at {where}", flush=True)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_at_second_signal())
+        scratch = None
         if arguments.log_dir is None:  # where processes leave word of their errors; torchrun would leave it behind
-            arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
+            scratch = arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
+        if hosts > 1:
+            stack.enter_context(_ending_unattended(where, scratch))
         try:
             run.run(arguments)
         except SignalException as signalled:
@@ -159,6 +169,49 @@ def _ending_at_second_signal() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writer.close()
+
+
+@contextlib.contextmanager
+def _ending_unattended(where: str, scratch: str | None) -> Iterator[None]:
+    """Inside, this process ends some time after its children where torchrun does not notice that they did: it waits for
+    the store of a host that went without a word, as long as TCP does.
+
+    Args:
+        where: that store is.
+        scratch: a folder to remove.
+    """
+    import psutil
+
+    is_over = threading.Event()
+
+    def watch() -> None:
+        ended_at = None
+        while not is_over.wait(1.0):
+            children = psutil.Process().children()
+            if not children or any(_is_running(child) for child in children):
+                ended_at = None
+            elif ended_at is None:
+                ended_at = time.monotonic()
+            elif time.monotonic() - ended_at > UNATTENDED:
+                print(f"error: torchrun: the host at {where} does not answer any more", file=sys.stderr, flush=True)
+                if scratch is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="unattended", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end_children(first: int) -> None:

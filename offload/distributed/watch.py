@@ -120,6 +120,7 @@ class Watch:
         self._posture = _Posture(threading.main_thread().ident)
         self._parent = os.getppid()
         self._began = self._turn_at = time.monotonic()
+        self._has_store = True
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     # ------------------------------------------------------------------------------- for the main thread
@@ -130,6 +131,7 @@ class Watch:
         who = {"host": self.host, "pid": os.getpid(), "space": _process_space()}
         self._store.set(f"who/{self.rank}", json.dumps(who))
         self._thread.start()
+        threading.Thread(target=self._guard, name="watch's guard", daemon=True).start()
 
     def limit(self, seconds: float) -> None:
         """All processes may stand still for so long, and one be silent, if that is less than :data:`SILENCE`."""
@@ -196,14 +198,7 @@ class Watch:
                 if self._parent_is_gone():  # torchrun was killed, and with it went the store
                     os.kill(os.getpid(), signal.SIGTERM)  # save and leave, as it would have asked
                     return
-                self._failure = self._failure or Failure(
-                    0,
-                    os.environ.get("MASTER_ADDR", ""),
-                    1,
-                    DIED,
-                    "the store through which processes know of each other cannot be reached any more "
-                    f"({str(error).splitlines()[0][:120]}): that host or its torchrun is gone",
-                )
+                self._failure = self._failure or self._alone(str(error).splitlines()[0][:120])
             self._turned.set()
             if self._failure is not None:
                 self._is_known.set()
@@ -213,6 +208,28 @@ class Watch:
             self._wakes.clear()
         with contextlib.suppress(Exception):
             self._store.set(f"left/{self.rank}", "")
+
+    def _guard(self) -> None:
+        """Ends this process where the store does not answer, which nothing else may be asked for meanwhile: TCP takes a
+        quarter of an hour to find out that a host went without a word."""
+        turn, waited = self._turn_at, 0.0
+        while not self._closes.wait(INTERVAL):
+            waited = waited + INTERVAL if self._turn_at == turn else 0.0
+            turn = self._turn_at
+            if waited > self._silence and self._failure is None:
+                self._has_store = False
+                self._failure = self._alone(f"no answer for {waited:.0f} s")
+                self._is_known.set()
+                self._end(self._failure)
+                return
+
+    @staticmethod
+    def _alone(why: str) -> Failure:
+        reason = (
+            f"the store through which processes know of each other cannot be reached any more ({why}): that host or "
+            "its torchrun is gone"
+        )
+        return Failure(0, os.environ.get("MASTER_ADDR", ""), 1, DIED, reason)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -291,7 +308,7 @@ class Watch:
         return None
 
     def _silence_of(self, rank: int, peer: _Peer, now: float) -> Failure:
-        state = "its host may be down or out of reach"
+        state = f"either it was killed, which {peer.host} itself tells, or that host is down or out of reach"
         if peer.process is not None:
             with contextlib.suppress(psutil.Error):
                 state = f"its state is '{peer.process.status()}'"
@@ -352,10 +369,10 @@ class Watch:
         is_here = failure.host == self.host
         if is_here and (failure.kind == RAISED or (failure.kind == DIED and torchrun_tells())):
             return
-        try:
-            is_first = int(self._store.add(f"said on {self.host}", 1)) == 1
-        except Exception:  # the store is gone, and with it what the others say
-            is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # where the store is gone, and with it what the others say
+        if self._has_store:
+            with contextlib.suppress(Exception):
+                is_first = int(self._store.add(f"said on {self.host}", 1)) == 1
         if not is_first:
             return
         line = f"{name_of(failure.rank, self.size, failure.host)}: {failure.reason or 'it failed, and says there why'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +106,33 @@ def test_a_killed_process_is_noticed_and_named(capfd: pytest.CaptureFixture[str]
     assert failure is not None and (failure.rank, failure.kind, failure.status) == (1, DIED, 1)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: rank 1 of 2 on {failure.host}: the process ({process.pid}) was killed")
+
+
+STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_answers_no_more_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when the cable is pulled: nothing says that the connection is gone."""
+    command = [sys.executable, "-c", STORE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        try:
+            with watched(1, store) as one:
+                one.limit(1.0)
+                assert not one.is_broken()
+                server.send_signal(signal.SIGSTOP)
+                failure = failure_of(one)
+                time.sleep(0.5)
+        finally:
+            server.kill()
+    assert failure is not None and (failure.rank, failure.status, failure.kind) == (0, 1, DIED)
+    assert "that host or its torchrun is gone" in capfd.readouterr().err
 
 
 def test_one_that_left_in_good_order_is_not_missed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,55 +11,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from offload.auto import AHEAD, Auto, AutoPlacement
-from offload.base_class import (
-    base_class_of,
-    is_foreseeable,
-    is_per_parameter,
-    is_same_everywhere,
-    launches_on_default_stream,
-    needs_closure,
-    path_of,
-)
-from offload.engine.accumulation import HostGradients
-from offload.engine.base import PartialStep, place, state_blocks, step_alone
-from offload.engine.both import pipelines
-from offload.engine.engine import Engine, Schedule
-from offload.engine.forecast import Forecast, Form, forecast, kind_of
-from offload.engine.host import HostCopies
-from offload.engine.in_flight import InFlight
-from offload.engine.memory import HostMemory, padded
+from offload.auto import Auto, AutoPlacement
+from offload.base_class import base_class_of, is_per_parameter, needs_closure, path_of
+from offload.engine.base import step_alone
+from offload.engine.engine import Schedule
 from offload.engine.model import weakly
 from offload.engine.norms import clip_coefficient
 from offload.engine.placement import Placement
-from offload.engine.runtime import HostRuntime, Runtime, free_pinned, runtime_for
-from offload.engine.shards import LocalParameters, first_element, has_blocks, is_distributed
-from offload.engine.states import States
-from offload.engine.stream import SLOTS
-from offload.engine.units import Slice, Unit, build_units
+from offload.engine.runtime import free_pinned
 from offload.errors import UserError
 from offload.exchange import Group, Members, awaits_sharding
 from offload.groups import as_groups, tensors_of
-from offload.loading import check_shapes, hollow, load, set_params
-from offload.mixed import cuttable_groups
+from offload.loading import check_shapes, load
+from offload.machinery import Machinery, Wishes
 from offload.optim import unpacked
 from offload.param_groups import choose_base, read_rules
 from offload.placing import Speeds
-from offload.refusals import (
-    ACCUMULATION_DTYPES,
-    check_choices,
-    check_distributed,
-    check_params,
-    check_patterns,
-    check_wrapper,
-)
+from offload.refusals import ACCUMULATION_DTYPES, check_choices, check_distributed, check_params, check_wrapper
 from offload.sharded_states import for_loading, for_saving, tell_of_fp32
 from offload.state_view import StateView
 
 GIB = 2**30
-
-STAGING_SHARE = 0.6
-"""Of ``in_flight_gib``, at most this much goes to the staging ring of ``stream``; the rest is for gradients."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -172,16 +143,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             strategy=strategy,
             update_in_backward=update_in_backward,
         )
-        self._base_class, self._base_kwargs = base_class, base_kwargs
         self._is_per_parameter = is_per_parameter(base_class)
-        self._block = math.lcm(*state_blocks(base_class).values())
-        self._schedule = Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward)
-        self._gradient_dtype = None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype]
-        self._rules: Placement = AutoPlacement(offload_states) if strategy == "auto" else Placement(offload_states)
-        self._has_rules = offload_states != ".*"
-        self._speeds = speeds
-        self._device_memory = None if device_memory_gib is None else int(device_memory_gib * GIB)
-        self._in_flight_bytes = int(in_flight_gib * GIB)
+        self._wishes = Wishes(
+            base_class,
+            base_kwargs,
+            strategy,
+            Schedule(offload_gradients=offload_gradients, update_in_backward=update_in_backward),
+            placement=AutoPlacement(offload_states) if strategy == "auto" else Placement(offload_states),
+            has_rules=offload_states != ".*",
+            gradient_dtype=None if accumulation_dtype is None else ACCUMULATION_DTYPES[accumulation_dtype],
+            in_flight=int(in_flight_gib * GIB),
+            device_memory=None if device_memory_gib is None else int(device_memory_gib * GIB),
+            speeds=speeds,
+        )
         self._check(groups)
         self._members = Members()
         self._members.add(groups, self._names_in_model())
@@ -226,101 +200,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # Construction
 
-    def _build(self, groups: list[dict[str, Any]], *, is_final: bool = True) -> None:
-        """Make everything that works on the parameters of ``groups``.
-
-        ``is_final``: others will not be put in their place before they are trained.
-        """
-        runtime = self._runtime(groups) if is_final else HostRuntime()
-        is_immediate = runtime.shares_memory
-        self._is_on_host = runtime.is_on_host
-        self._memory = HostMemory(runtime)
-        self._in_flight = InFlight(runtime, self._in_flight_bytes)
-        self._parts = LocalParameters()
-        self._copies: HostCopies | None = None
-        if (self.strategy == "host" or self._may_use_cpu(groups)) and not is_immediate:
-            self._copies = HostCopies(self._memory, self._members.labels, self._parts)
-        self._resting = self._parts if self._copies is None else self._copies
-        streams = self.strategy in ("stream", "auto")
-        self._placement = self._rules if streams and not is_immediate else None
-        self._forecasts: list[Forecast | None] = []
-        if streams and (is_foreseeable(self._base_class) or self._has_rules):
-            self._foresee(self._base_class, groups)
-            if self._has_rules:
-                check_patterns(self._rules, self._forecasts, groups, self._members.paths, self._block)
-
-        resting = (
-            self._resting_groups(groups) if is_final else [dict(g, params=hollow(tensors_of([g]))) for g in groups]
-        )
-        self.base_optimizer = self._base_class(resting, **self._base_kwargs)
-        step = PartialStep(self.base_optimizer)
-        self._folds = step.folds
-        self._states = States(self.base_optimizer, self._resting.of, self._placement, self._memory)
-        self._on_device, self._on_cpu, self._worker = pipelines(
-            runtime,
-            self._in_flight,
-            step,
-            self._states,
-            self._memory,
-            self._copies,
-            updates_on_device=self.strategy != "host" and not is_immediate,
-            on_default=launches_on_default_stream(self._base_class),
-            ahead=AHEAD if self.strategy == "auto" else 0.5,
-        )
+    def _build(self, groups: list[dict[str, Any]], *, is_final: bool) -> None:
+        """Make everything that works on the parameters of ``groups``; see :class:`offload.machinery.Machinery`."""
         this = weakref.ref(self)
-        self._engine = Engine(
-            runtime,
-            self._schedule,
-            in_flight=self._in_flight,
-            step=step,
-            states=self._states,
-            worker=self._worker,
-            copies=self._copies,
-            names=self._members.labels,
-            groups=lambda: _alive(this).param_groups,
+        self._machinery = Machinery(
+            self._wishes,
+            self._members,
+            groups,
+            lambda: _alive(this).param_groups,
+            at_first=weakly(self._check_again),
+            is_final=is_final,
         )
-        if self._schedule.offload_gradients:
-            self._engine.gradients = HostGradients(
-                runtime, self._in_flight, self._memory, self._gradient_dtype, self._engine.settle
-            )
-        self._engine.at_first = weakly(self._check_again)
-        self._finalizer = weakref.finalize(self, self._engine.close)
-        self.auto: Auto | None = None
-        if isinstance(self._placement, AutoPlacement):
-            assert self._on_device is not None
-            self.auto = Auto(
-                runtime,
-                self._engine,
-                self._states,
-                self._placement,
-                self._copies,
-                self._on_device,
-                lambda: _alive(this)._set_resting(),
-                device=tensors_of(groups)[0].device,
-                in_backward=self.update_in_backward,
-                speeds=self._speeds,
-                budget=self._device_memory,
-            )
-
-    def _may_use_cpu(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether ``auto`` may come to let the CPU update some of the parameters: each is this process's alone, and
-        gets the same bits there."""
-        is_shared = any(map(is_distributed, tensors_of(groups)))
-        return self.strategy == "auto" and is_same_everywhere(self._base_class) and not is_shared
 
     def _begin(self) -> None:
         """Take charge of the parameters of all groups."""
-        if self._parts:
+        if self._machinery.parts:
             tell_of_fp32(self.param_groups)
-        self._add_units(self.param_groups)
-        if self.auto is not None:
-            self.auto.begin(self._forms, self._base_class, self._base_kwargs)
-            come_from_device = self._engine.gradients is None or self.update_in_backward
-            if self._on_cpu is not None and self.auto.may_use_cpu and come_from_device:
-                self._on_cpu.reserve(self._largest_gradients)
+        self._machinery.begin()
         model = self._attached()
         if model is not None:
             self.attach(model)
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that does the arithmetic, over what it updates: host copies, this rank's parts, or the
+        parameters themselves."""
+        return self._machinery.base_optimizer
+
+    @property
+    def auto(self) -> Auto | None:
+        """With ``strategy="auto"``, what decides where each unit is updated."""
+        return self._machinery.auto
 
     def _watch_groups(self, first: int = 0) -> None:
         """Notice when groups from the position ``first`` on are given other parameters."""
@@ -337,24 +247,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         ``begin``: also where none were taken charge of yet.
         """
-        known = self._engine.params()
+        machinery = self._machinery
+        known = machinery.engine.params()
         if not known and not begin:
             return
         if all(param in known for param in tensors_of(self.param_groups)) or not self._members.fit(self.param_groups):
             return
         self._check(self.param_groups)
         self._push_groups()
-        self._engine.settle()
-        resting = tensors_of(self.base_optimizer.param_groups)
-        saved = self._saved([self._resting.device(param) for param in resting]) if known else {}
+        machinery.engine.settle()
+        resting = tensors_of(machinery.base_optimizer.param_groups)
+        saved = self._saved([machinery.resting.device(param) for param in resting]) if known else {}
         measures = self.measure_grad_norm
-        self._finalizer()
+        machinery.close()
         # Host memory of what is there goes before more is page-locked.
-        del self.base_optimizer, self._engine, self._worker, self._states, self._copies, self._resting, self._parts
-        del self._memory, self._in_flight, self._on_cpu, self._on_device, self.auto
+        del machinery, self._machinery
         free_pinned()
         self._members.exchange(self.param_groups)
-        self._build([dict(group) for group in self.param_groups])
+        self._build([dict(group) for group in self.param_groups], is_final=True)
         self._begin()
         self.measure_grad_norm = measures
         if saved.get("state"):
@@ -363,119 +273,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameters that cannot be updated, or not in this way."""
         check_params(groups)
-        check_distributed(self._base_class, groups, self._attached(), takes_early=self._takes_early())
+        check_distributed(self._wishes.base_class, groups, self._attached(), takes_early=self._takes_early())
 
     def _check_again(self) -> None:
         """Refuse what the model was wrapped in after this was built."""
         check_wrapper(self.param_groups, takes_early=self._takes_early())
 
     def _takes_early(self) -> bool:
-        return self._schedule.update_in_backward or self._schedule.offload_gradients
+        return self._wishes.schedule.update_in_backward or self._wishes.schedule.offload_gradients
 
     def _attached(self) -> nn.Module | None:
         """The model that the caller gave."""
         return None if self._model is None else self._model()
 
-    def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
-        if self.strategy == "resident":
-            return HostRuntime()
-        devices = {param.device for param in tensors_of(groups)}
-        if len(devices) != 1:
-            raise UserError(
-                f"strategy={self.strategy} needs all parameters on one device, got {sorted(map(str, devices))}; build "
-                "one optimizer per device or use strategy=resident"
-            )
-        return runtime_for(devices.pop())
-
-    def _resting_groups(self, groups: list[dict[str, Any]], before: int = 0) -> list[dict[str, Any]]:
-        """The groups for the base optimizer: the same, over the tensors that it updates, which are a parameter's host
-        copy, this rank's part of it, or itself. ``before``: parameters of the groups before these."""
-        resting = []
-        for group in groups:
-            self._add_resting(tensors_of([group]), before)
-            before += len(group["params"])
-            entries = [
-                (entry[0], self._resting.of(entry[1])) if isinstance(entry, tuple) else self._resting.of(entry)
-                for entry in group["params"]
-            ]
-            resting.append(dict(group, params=entries))
-        return resting
-
-    def _add_resting(self, params: list[nn.Parameter], before: int) -> None:
-        """Make what the base optimizer updates for parameters, of which the first is at the position ``before``."""
-        self._parts.add(params)
-        if self._copies is not None and self.strategy == "host":
-            self._copies.add(params)
-        for position, param in enumerate(params, before):
-            if is_distributed(param):
-                whole_blocks = has_blocks(param, self._block)
-                place(self._resting.of(param), position, first_element(param), has_blocks=whole_blocks)
-
-    def _foresee(self, base_class: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
-        """Find out which states the parameters of more groups will have."""
-        for group in groups:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self._forecasts.append(forecast(base_class, self._base_kwargs, tensors_of([group]), options))
-
-    def _forms(self, part: Slice) -> list[Form]:
-        """The states that a parameter will have, as far as they are known."""
-        foreseen = self._forecasts[part.group] if self._forecasts else None
-        return [] if foreseen is None else foreseen.get(kind_of(part.param, self._block), [])
-
-    def _add_units(self, groups: list[dict[str, Any]], first: int = 0) -> None:
-        """Take charge of the parameters of groups from the position ``first`` on, and make their buffers."""
-        before = sum(len(group["params"]) for group in self.param_groups[:first])
-        in_groups = [(p, i) for i, group in enumerate(groups, first) for p in group["params"]]
-        members = [
-            (p, self._members.paths[p], group, position) for position, (p, group) in enumerate(in_groups, before)
-        ]
-        units = build_units(
-            members,
-            named=self._members.are_named(p for p, _ in in_groups),
-            can_cut=cuttable_groups(self.base_optimizer) if self._worker is not None else (),
-            block=self._block,
-            limit=self._piece_limit(),
-        )
-        for piece in (piece for unit in units for piece in unit.pieces):
-            piece.way = "host" if self._on_device is None and self._on_cpu is not None else "stream"
-        self._reserve(units)
-        self._engine.add_units(units)
-
-    def _piece_limit(self) -> int | None:
-        """Elements of a piece whose states fit a slot of the staging ring; None where that is not known."""
-        densities = [
-            sum(component.density for form in forms for component in form.components)
-            for foreseen in self._forecasts
-            for forms in (foreseen or {}).values()
-        ]
-        if not any(densities) or self._placement is None:
-            return None
-        slot = STAGING_SHARE * self._in_flight_bytes / SLOTS
-        return max(1, int(slot / max(densities)))
-
-    def _reserve(self, units: list[Unit]) -> None:
-        """Make the buffers that updates need: page-locking takes seconds, and would hold up backward."""
-        pieces = [piece for unit in units for piece in unit.pieces]
-        sizes = [
-            sum(padded(part.numel * (self._gradient_dtype or part.param.dtype).itemsize) for part in piece.slices)
-            for piece in pieces
-        ]
-        self._largest_gradients = largest = max(sizes, default=0)
-        offloads_all = self._engine.gradients is not None and not self.update_in_backward
-        if self._on_device is not None:
-            staged = self._states.plan(pieces, self._forms)
-            self._on_device.reserve(staged, largest if offloads_all else 0)
-        elif self._on_cpu is not None and not offloads_all:
-            self._on_cpu.reserve(largest)
-        if self._engine.gradients is not None and offloads_all:
-            params = [param for unit in units for param in unit.params]
-            casts = self._gradient_dtype is not None and any(p.dtype != self._gradient_dtype for p in params)
-            self._engine.gradients.reserve(params, sums=casts)
-
     def attach(self, model: nn.Module) -> None:
         """Let the forward of ``model`` wait for each unit's update, so that :meth:`step` need not; as ``model=``."""
         self._model = weakref.ref(model)
-        self._engine.attach(model)
+        self._machinery.engine.attach(model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer and to the base optimizer, as torch.optim.Optimizer does."""
@@ -489,14 +303,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_distributed(type(self.base_optimizer), [group], None, takes_early=False)
         self._ready()
         self._members.add([group], self._names_in_model())
-        if self._forecasts:
-            self._foresee(type(self.base_optimizer), [group])
-        before = len(tensors_of(self.param_groups))
-        self.base_optimizer.add_param_group(self._resting_groups([group], before)[0])
+        self._machinery.add_group(group, before=len(tensors_of(self.param_groups)))
         super().add_param_group(group)
         self._watch_groups(first)
         self._pull_groups()
-        self._add_units(self.param_groups[first:], first)
+        self._machinery.take_charge(first)
 
     # Hyperparameters and state
 
@@ -514,13 +325,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """The base optimizer's state by the caller's parameters, after all queued work; tensors lie where they rest.
         Of a parameter that several ranks share, it is that of this rank's part."""
-        if hasattr(self, "_engine"):
-            self._ready(begin=False)
-            self._engine.settle()
-            self._states.publish()
-        if self._copies is None and not self._parts:
-            return self.base_optimizer.state
-        return StateView(self.base_optimizer, self._resting)
+        self._ready(begin=False)
+        machinery = self._machinery
+        machinery.engine.settle()
+        machinery.states.publish()
+        if machinery.copies is None and not machinery.parts:
+            return machinery.base_optimizer.state
+        return StateView(machinery.base_optimizer, machinery.resting)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -545,13 +356,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _saved(self, params: Sequence[Tensor]) -> dict[str, Any]:
         """The base optimizer's state over ``params``, all that it was built over, when no work is queued."""
-        self._states.publish()
-        state_dict = self.base_optimizer.state_dict()
-        if self._placement is not None:
-            ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-            names = {index: self._members.paths[param] for index, param in zip(ids, params, strict=True)}
-            state_dict["state"] = self._states.for_saving(state_dict["state"], names)
-        if self._parts:
+        state_dict = self._machinery.saved(params)
+        if self._machinery.parts:
             state_dict = for_saving(state_dict, params, path_of(type(self.base_optimizer)))
         return state_dict
 
@@ -580,22 +386,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if self._parts:
+        machinery = self._machinery
+        if machinery.parts:
             state_dict = for_loading(state_dict, tensors_of(self.param_groups))
         if not self.owns_loaded_states:
             state_dict = unpacked(state_dict, tensors_of(self.param_groups))
         check_shapes(self.base_optimizer, state_dict, self._name_of)
         self.synchronize()
-        previous = self.base_optimizer.state
-        load(self.base_optimizer, state_dict, on_host=self._placement is not None)
-        if self._placement is not None:
-            self._states.adopt(self._engine.pieces, previous, tensors_of(self.param_groups)[0].device)
-        else:
-            self._states.forget()
+        previous = machinery.base_optimizer.state
+        load(machinery.base_optimizer, state_dict, on_host=machinery.placement is not None)
+        machinery.adopt(previous)
         self._pull_groups()
 
     def _name_of(self, resting: nn.Parameter) -> str:
-        return self._members.labels[self._resting.device(resting)]
+        return self._members.labels[self._machinery.resting.device(resting)]
 
     # Gradients
 
@@ -603,18 +407,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Marks the backward of every micro-batch but the last: its gradients are not final yet."""
         self._ready()
-        with self._engine.accumulate():
+        with self._machinery.engine.accumulate():
             yield
 
     @property
     def measure_grad_norm(self) -> bool:
         """Whether norms are taken of gradients that leave early (``update_in_backward``, ``offload_gradients``): set
         it to False before a backward whose norm nobody will ask for."""
-        return self._engine.norms.measure
+        return self._machinery.engine.norms.measure
 
     @measure_grad_norm.setter
     def measure_grad_norm(self, measure: bool) -> None:
-        self._engine.norms.measure = measure
+        self._machinery.engine.norms.measure = measure
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm over all gradients wherever they rest, as a 0-dim tensor (fp32 for 16-bit gradients).
@@ -625,7 +429,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         With ``update_in_backward`` it is that of the gradients of the last backward, for order 2 only.
         """
         self._ready()
-        return self._engine.grad_norm(tensors_of(self.param_groups), norm_type, error_if_nonfinite=False)
+        return self._machinery.engine.grad_norm(tensors_of(self.param_groups), norm_type, error_if_nonfinite=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Limit the norm of all gradients to ``max_norm`` in the coming update; returns the norm before.
@@ -649,11 +453,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         self._ready()
         params = tensors_of(self.param_groups)
-        norm = self._engine.grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm = self._machinery.engine.grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = clip_coefficient(norm, float(max_norm))
         if factor is not None:
             with torch.no_grad():
-                self._engine.scale_gradients(factor)
+                self._machinery.engine.scale_gradients(factor)
         return norm
 
     def check_training(self, *, gradient_accumulation_steps: int, clip_grad_norm: float | None) -> None:
@@ -664,7 +468,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) every gradient, on the device and on the host."""
         self._ready()
-        self._engine.zero_grad(tensors_of(self.param_groups), set_to_none)
+        self._machinery.engine.zero_grad(tensors_of(self.param_groups), set_to_none)
 
     # Update
 
@@ -691,35 +495,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         self._ready()
         self._check_members()
-        hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._folds
+        hands_closure_on = self.strategy == "resident" and not self.update_in_backward and not self._machinery.folds
         if closure is not None and not hands_closure_on:
             with torch.enable_grad():
                 loss, closure = closure(), None
-        if self._copies is not None and self.strategy == "host":
-            self._add_missing_copies(self._copies)
-        if self._worker is None and not self.update_in_backward:
+        machinery, copies = self._machinery, self._machinery.copies
+        if copies is not None and self.strategy == "host":
+            machinery.add_missing_copies(copies)
+        if machinery.worker is None and not self.update_in_backward:
             self._push_groups()
-            with self._engine.gradients_in_place(self.base_optimizer, self._parts):
+            with self._machinery.engine.gradients_in_place(self.base_optimizer, machinery.parts):
                 if closure is None:
                     step_alone(self.base_optimizer)
                 else:
                     loss = step_alone(self.base_optimizer, closure)
             self._pull_groups()
-        elif not self._is_per_parameter and self._copies is not None:
+        elif not self._is_per_parameter and copies is not None:
             self._push_groups()
-            with self._engine.gradients_on_host(self.base_optimizer, self._copies) as updated:
+            with self._machinery.engine.gradients_on_host(self.base_optimizer, copies) as updated:
                 step_alone(self.base_optimizer)
-            self._engine.upload(updated, self._copies)
+            self._machinery.engine.upload(updated, copies)
             self._pull_groups()
         else:
-            self._engine.step()
+            self._machinery.engine.step()
         if self.auto is not None:
             self.auto.after_step()
         return loss
 
     def _check_members(self) -> None:
         """Raises RuntimeError where the groups have parameters that nothing would update, or not as they are now."""
-        known = self._engine.params()
+        known = self._machinery.engine.params()
         params = tensors_of(self.param_groups)
         if all(param in known for param in params) and self._members.fit(self.param_groups):
             return
@@ -730,18 +535,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "FullyShardedDataParallel (FSDP1) leave them: build the OffloadOptimizer over what it is to train, use "
             "add_param_group, or shard the model by FSDP2 (fully_shard, or accelerate with fsdp_version: 2)"
         )
-
-    def _add_missing_copies(self, copies: HostCopies) -> None:
-        """Give parameters that were frozen at construction their host copies."""
-        params = tensors_of(self.param_groups)
-        if any(p.grad is not None and not copies.known([p]) for p in params):
-            self._add_resting(params, 0)
-            self._set_resting()
-
-    def _set_resting(self) -> None:
-        """Tell the base optimizer what it updates for each parameter."""
-        resting = [[self._resting.of(param) for param in group["params"]] for group in self.param_groups]
-        set_params(self.base_optimizer, resting)
 
     # Training and evaluation
 
@@ -764,21 +557,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._push_groups()
         switch()
         self._pull_groups()
-        if self._copies is not None:
-            self._engine.upload(self._copies.known(tensors_of(self.param_groups)), self._copies)
+        copies = self._machinery.copies
+        if copies is not None:
+            self._machinery.engine.upload(copies.known(tensors_of(self.param_groups)), copies)
 
     # Memory
 
     def synchronize(self) -> None:
         """Block until every queued copy and update is done."""
-        self._engine.settle()
+        self._machinery.engine.settle()
 
     def sync_from_model(self) -> None:
         """Re-read all parameters into their host copies, after they were loaded or changed elsewhere."""
         self._ready()
-        self._engine.settle()
-        if self._copies is not None:
-            self._copies.read()
+        self._machinery.engine.settle()
+        if self._machinery.copies is not None:
+            self._machinery.copies.read()
 
     def memory_report(self) -> dict[str, dict[str, int]]:
         """Bytes that this optimizer holds, as ``{memory kind: {purpose: bytes}}``.
@@ -787,15 +581,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ``optimizer_state``. The caller's own parameters and gradients are not counted; on the device, ``gradients`` is
         the most that was held at a time for updates in backward and copies to the host. Nothing is waited for.
         """
-        held = []
-        for param, state in list(self.base_optimizer.state.items()):
-            path = self._members.paths.get(self._resting.device(param), "")
-            values = [(key, value) for key, value in list(state.items()) if isinstance(value, Tensor)]
-            held += [value for key, value in values if not self._states.is_counted(key, value, path)]
-        # Without a device of its own, strategy resident plays one.
-        is_on_host = (lambda _: False) if self.strategy == "resident" else self._is_on_host
-        staging = 0 if self._on_device is None else self._on_device.staging_bytes()
-        return self._memory.report_with(held, is_on_host, {"staging": staging, "gradients": self._in_flight.peak})
+        return self._machinery.memory_report()
 
 
 def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:

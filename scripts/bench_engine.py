@@ -90,7 +90,7 @@ def measure(base: str, **schedule: Any) -> dict[str, Any]:
         optimizer = OffloadOptimizer(
             model.named_parameters(), base, model=model, lr=1e-5, in_flight_gib=in_flight, **schedule
         )
-    engine = optimizer._engine
+    engine = optimizer._machinery.engine
     gradients = {param: torch.ones_like(param) for param in model.parameters()}
     backward = list(reversed(gradients))
     seconds: dict[str, list[float]] = {"caller": [], "worker": []}

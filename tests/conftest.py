@@ -29,7 +29,7 @@ class ThreadedRuntime(HostRuntime):
 
 def play_device(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     """Makes OffloadOptimizer treat the CPU as a separate device."""
-    monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: runtime)
+    monkeypatch.setattr("offload.machinery.runtime_for", lambda device: runtime)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def label(strategy: Strategy | None) -> str:
 def device(order: Any, monkeypatch: pytest.MonkeyPatch, rates: Rates | None = None) -> Iterator[SimulatedAccelerator]:
     """The CPU played as a device, with threads and copies in that order."""
     with SimulatedAccelerator(rates, order=order) as simulator, monkeypatch.context() as patch:
-        patch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        patch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         yield simulator
 
 

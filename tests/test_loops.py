@@ -64,7 +64,7 @@ def machine_of(kind: str, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with SimulatedAccelerator(order=int(kind[5:]) if kind.startswith("seed ") else kind) as simulator:  # type: ignore[arg-type]
-        request.getfixturevalue("monkeypatch").setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        request.getfixturevalue("monkeypatch").setattr("offload.machinery.runtime_for", lambda device: simulator)
         yield
 
 
@@ -789,7 +789,7 @@ class Separate(HostRuntime):
         dst.data.copy_(src.data)
         return self.record()
 
-offload.optimizer.runtime_for = lambda device: Separate()
+offload.machinery.runtime_for = lambda device: Separate()
 release = threading.Event()
 main = threading.main_thread()
 

@@ -701,7 +701,7 @@ def test_parameters_that_were_exchanged_are_trained(
         groups, strategy=strategy, model=model, update_in_backward=in_backward, lr=0.1, fused=True
     )
     old = [weakref.ref(param) for param in model.parameters()]
-    slabs = weakref.ref(optimizer._memory)
+    slabs = weakref.ref(optimizer._machinery.memory)
     assert all(map(torch.equal, train(optimizer, model), wanted))
     del groups
     gc.collect()

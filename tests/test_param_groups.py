@@ -186,7 +186,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     monkeypatch.setattr("offload.engine.units.CHUNK_ELEMENTS", 64)
     with SimulatedAccelerator(order="late") as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         yield request.param
 
 

@@ -80,7 +80,7 @@ def test_trajectory_and_evaluation_equal_the_plain_class(
         assert train(optimizer_class, strategy, resume=True, **settings) == expected
         return
     with SimulatedAccelerator(order="late") as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         assert train(optimizer_class, strategy, **settings) == expected
 
 
@@ -133,7 +133,7 @@ def test_a_switch_waits_for_updates_that_are_still_under_way(monkeypatch: pytest
     model = make_model()
     expected = weights(model, Doubling(model.parameters(), lr=0.05))
     with SimulatedAccelerator(order="late") as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         model = make_model()
         optimizer = OffloadOptimizer(model.named_parameters(), Doubling, strategy=strategy, model=model, lr=0.05)
         for got, wanted in zip(weights(model, optimizer), expected, strict=True):

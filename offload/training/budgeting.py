@@ -20,9 +20,10 @@ from offload.engine.placement import Placement
 from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.host_memory import use_of_this_process
+from offload.machinery import STAGING_SHARE
 from offload.models.protocol import CausalLM, Packed
 from offload.models.source import describe
-from offload.optimizer import GIB, STAGING_SHARE, OffloadOptimizer
+from offload.optimizer import GIB, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import DISK, STATES, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
 from offload.plan.footprint import Footprint, without_activations

@@ -14,9 +14,9 @@ import torch
 
 from offload.auto import HOST_SHARE, SPARE
 from offload.base_class import base_class_of, is_same_everywhere
+from offload.machinery import STAGING_SHARE
 from offload.metrics.lines import say
 from offload.metrics.this_machine import speeds_here
-from offload.optimizer import STAGING_SHARE
 from offload.plan.budget import DEVICE, IN_FLIGHT, LOCKED, STATES, Budget, Item
 from offload.plan.prediction import Prediction, Settings, share_of_cpu
 from offload.plan.workload import Machine

@@ -179,7 +179,7 @@ def test_an_fsdp2_that_is_not_known_is_told_of(
     change(monkeypatch)
     with pytest.warns(UserWarning, match=rf"^optimizer: fully_shard of torch .* 2\.11 to 2\.13.*{told}.*waits for all"):
         optimizer = OffloadOptimizer(model.named_parameters(), strategy="stream", model=model, lr=0.1)
-    assert optimizer._engine._waits is None
+    assert optimizer._machinery.engine._waits is None
     assert "unshard" not in vars(next(groups_of(model)))
     engine_fsdp._calls.cache_clear()
 

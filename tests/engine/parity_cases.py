@@ -356,7 +356,7 @@ def playing(case: Case) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("offload.engine.units.CHUNK_ELEMENTS", 1024 if case.is_quantized else case.chunk)
         # The device that is played has the host's kernels.
-        patch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
+        patch.setattr("offload.machinery.is_same_everywhere", lambda base_class: True)
         if case.device == "threaded":
             play_device(patch, ThreadedRuntime())
         elif case.device != "cpu":

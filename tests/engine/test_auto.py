@@ -66,7 +66,9 @@ def test_every_way_is_met(in_backward: bool) -> None:
             for portion in optimizer.auto.portions():
                 met.setdefault(portion.slices[0].name, set()).add(portion.way)
         assert sum(ways == {"resident", "stream", "host"} for ways in met.values()) >= 4
-        assert sum(entry["units"] for entry in placed.values()) == pytest.approx(len(optimizer._engine.units), abs=1)
+        assert sum(entry["units"] for entry in placed.values()) == pytest.approx(
+            len(optimizer._machinery.engine.units), abs=1
+        )
 
 
 @pytest.mark.parametrize("device", ["late", "threaded"])
@@ -248,7 +250,7 @@ def test_nothing_is_page_locked_after_construction(
     in_backward: bool, offload_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the CPU is tried: its copies and buffers were reserved."""
-    monkeypatch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
+    monkeypatch.setattr("offload.machinery.is_same_everywhere", lambda base_class: True)
     with roomy_device() as simulator:
         model = stack()
         fast = Speeds(up=1e3, down=1e3, cpu=1e9)

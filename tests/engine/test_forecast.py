@@ -134,7 +134,7 @@ def test_nothing_is_page_locked_after_construction(
     monkeypatch.setattr("offload.optim.cpu.load", lambda: None)
     monkeypatch.setattr(memory, "SLAB_BYTES", 1 << 14)
     with Pins() as simulator, torch.compiler.set_stance("force_eager"):
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).bfloat16()
         optimizer = OffloadOptimizer(
             model.named_parameters(),

@@ -137,7 +137,7 @@ def watch(model: nn.Module, optimizer: Any) -> list[int]:
     """Bytes held after each hook."""
     seen: list[int] = []
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: seen.append(optimizer._in_flight._bytes))
+        param.register_post_accumulate_grad_hook(lambda _: seen.append(optimizer._machinery.in_flight._bytes))
     return seen
 
 
@@ -151,7 +151,7 @@ def test_the_gradients_alive_in_backward_are_bounded_in_the_first_step_as_in_any
 ) -> None:
     """On a link that takes far longer than backward, which is queued in no time."""
     with SimulatedAccelerator(Rates(up=1e6, down=1e6, device=1e9, host=1e9), order=order) as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         model = Layers()
         optimizer = OffloadOptimizer(
             model.named_parameters(),
@@ -160,7 +160,7 @@ def test_the_gradients_alive_in_backward_are_bounded_in_the_first_step_as_in_any
             offload_gradients=offload_gradients,
             model=model,
         )
-        optimizer._in_flight.limit = 3 * ONE
+        optimizer._machinery.in_flight.limit = 3 * ONE
         seen = watch(model, optimizer)
         for _ in range(3):
             model(torch.ones(2, 64)).sum().backward()
@@ -177,12 +177,12 @@ def test_the_ring_and_the_gradients_share_one_budget(simulated: Any) -> None:
         model.named_parameters(), strategy="stream", update_in_backward=True, in_flight_gib=40 * ONE / 2**30
     )
     staging = optimizer.memory_report()["device"]["staging"]
-    assert 0 < staging <= 0.6 * 40 * ONE and optimizer._in_flight.limit == 40 * ONE - staging
+    assert 0 < staging <= 0.6 * 40 * ONE and optimizer._machinery.in_flight.limit == 40 * ONE - staging
     # A smaller budget has smaller pieces.
     tight = OffloadOptimizer(Layers().named_parameters(), strategy="stream", in_flight_gib=2 * ONE / 2**30)
     padding = 3 * 2 * 64
     assert tight.memory_report()["device"]["staging"] <= 0.6 * 2 * ONE + padding
-    assert max(piece.numel for piece in tight._engine.pieces) < 64 * 64
+    assert max(piece.numel for piece in tight._machinery.engine.pieces) < 64 * 64
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "much"])
@@ -212,7 +212,7 @@ def test_which_piece_comes_up_next_is_decided_when_the_link_is_free(
 ) -> None:
     """Queued all at once, pieces would come up in the order of arrival."""
     with Uploads(Rates(up=1e6, down=1e6, device=1e9, host=1e9), order="time") as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         model = Layers()
         optimizer = OffloadOptimizer(
             model.named_parameters(), strategy="stream", update_in_backward=in_backward, model=model

@@ -115,15 +115,15 @@ def assert_same(actual: nn.Module, expected: nn.Module) -> None:
 
 def unfinished(optimizer: OffloadOptimizer) -> set[str]:
     """Units whose update is not queued on the device yet."""
-    assert optimizer._worker is not None
-    return {unit.name for unit, count in optimizer._worker._open.items() if count}
+    assert optimizer._machinery.worker is not None
+    return {unit.name for unit, count in optimizer._machinery.worker._open.items() if count}
 
 
 @pytest.fixture(params=["late", "early", 0, 1], ids=str)
 def anyhow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedAccelerator]:
     """The simulated accelerator in several orders."""
     with SimulatedAccelerator(order=request.param) as simulator:
-        monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
+        monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
         yield simulator
 
 
@@ -231,7 +231,7 @@ def test_loading_the_model_waits_and_is_kept(anyhow: Any, part: str, strategy: s
 def test_tied_weights_are_one_unit_that_both_modules_wait_for(anyhow: Any) -> None:
     model = made(Tied)
     optimizer = attached(model, "host")
-    assert [unit.name for unit in optimizer._engine.units] == ["embed"]
+    assert [unit.name for unit in optimizer._machinery.engine.units] == ["embed"]
     train(model, optimizer, 2)
     actual = model.head(inputs(9))  # without the embedding's forward
     assert torch.equal(actual, trained_plainly(Tied, 2).head(inputs(9)))

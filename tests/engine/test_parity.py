@@ -100,7 +100,7 @@ def test_the_covering_design_covers() -> None:
             assert {(g, a) for g, _, a in met} == set(itertools.product(gradients, (1, 3)))
     with playing(case := Case(naming="named")):
         optimizer = build_offloaded(case, build_model(case))
-        pieces = {p: len(known) for p, known in optimizer._engine._pieces.items()}
+        pieces = {p: len(known) for p, known in optimizer._machinery.engine._pieces.items()}
         sizes = {(param.numel() > case.chunk, count > 1) for param, count in pieces.items()}
         assert sizes == {(True, True), (False, False)}
 
@@ -368,7 +368,7 @@ def skip_update(patch: pytest.MonkeyPatch) -> None:
 def skip_one_update(patch: pytest.MonkeyPatch) -> None:
     """The third call of the base optimizer: one piece of the first step, or a whole later step."""
     original, calls = torch.optim.AdamW.step, itertools.count()
-    patch.setattr("offload.optimizer.forecast", lambda *args: None)  # takes steps of its own
+    patch.setattr("offload.machinery.forecast", lambda *args: None)  # takes steps of its own
     patch.setattr(torch.optim.AdamW, "step", lambda self: None if next(calls) == 2 else original(self))
 
 

@@ -390,7 +390,7 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             lr=lr,
             **kwargs,
         )
-        held = optimizer._in_flight
+        held = optimizer._machinery.in_flight
         held.limit = BUDGET
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda _: _check_budget(held, scenario))
@@ -436,7 +436,7 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             optimizer.zero_grad()
     if extra == "close" and simulator is not None:
         running = simulator.running
-        optimizer._engine.gradients.close()
+        optimizer._machinery.engine.gradients.close()
         assert simulator.running == running - 1, "the thread that adds gradients runs on"
     if extra == "delete":
         del optimizer
@@ -665,10 +665,10 @@ def fails(scenario: Scenario, order: Any, monkeypatch: pytest.MonkeyPatch) -> st
     want = expected(Scenario("", attached=scenario.attached, accumulation=scenario.accumulation, extra=scenario.extra))
     try:
         with Watched(order=order) as simulator:
-            monkeypatch.setattr("offload.optimizer.runtime_for", lambda device: simulator)
-            monkeypatch.setattr("offload.optimizer.is_same_everywhere", lambda base_class: True)
+            monkeypatch.setattr("offload.machinery.runtime_for", lambda device: simulator)
+            monkeypatch.setattr("offload.machinery.is_same_everywhere", lambda base_class: True)
             if scenario.extra == "unforeseen":  # so that buffers grow as states come
-                monkeypatch.setattr("offload.optimizer.forecast", lambda *args: None)
+                monkeypatch.setattr("offload.machinery.forecast", lambda *args: None)
             got = train(scenario, simulator)
             assert simulator.running == 0 or scenario.extra != "delete", "threads of a discarded optimizer run on"
             simulator.finish()

@@ -38,9 +38,9 @@ def backward_on_two_streams(simulator: SimulatedAccelerator, **options: Any) -> 
         simulator.record().synchronize()
         with on_another_stream(simulator):
             layer.weight.grad = torch.ones_like(layer.weight)
-            optimizer._engine._gradient_ready(layer.weight)
+            optimizer._machinery.engine._gradient_ready(layer.weight)
         layer.bias.grad = torch.ones_like(layer.bias)
-        optimizer._engine._gradient_ready(layer.bias)
+        optimizer._machinery.engine._gradient_ready(layer.bias)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
@@ -131,9 +131,9 @@ def test_on_the_update_stream_they_would_read_states_that_have_not_arrived(simul
 def test_bitsandbytes_is_taken_for_such(monkeypatch: pytest.MonkeyPatch, simulated: Any) -> None:
     layer = nn.Linear(8, 8)
     optimizer: Any = OffloadOptimizer(layer.named_parameters(), "bitsandbytes.optim.AdamW8bit", strategy="stream")
-    assert optimizer._worker._on_default
+    assert optimizer._machinery.worker._on_default
     optimizer = OffloadOptimizer(layer.named_parameters(), "torch.optim.AdamW", strategy="stream")
-    assert not optimizer._worker._on_default
+    assert not optimizer._machinery.worker._on_default
 
 
 @pytest.mark.parametrize("strategy", ["stream", "host"])

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PATIENCE = 24 * 3600
 """Seconds that processes, which save a checkpoint first, have to end after a signal; torchrun would give them 30."""
 
+MEETING = 15 * 60
+"""Seconds that hosts wait for each other."""
+
 _LAST_SECONDS = 5.0
 """Seconds that they have after a second one."""
 
@@ -87,6 +90,8 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         if hosts > 1:
             stack.enter_context(_ending_unattended(where, scratch))
         try:
+            if hosts > 1:
+                arguments.rdzv_conf = _meeting(arguments)
             run.run(arguments)
         except SignalException as signalled:
             return 128 + int(signalled.sigval)
@@ -95,6 +100,29 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         except (RuntimeError, ValueError, RendezvousError) as error:
             raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
     return 0
+
+
+def _meeting(arguments: Any) -> str:
+    """``--rdzv_conf`` such that hosts wait equally long for each other in each of torchrun's ways to meet, and that the
+    host of the endpoint is known by any of its addresses."""
+    from torch.distributed.elastic.rendezvous import utils
+
+    conf = utils._parse_rendezvous_config(arguments.rdzv_conf)
+    seconds = conf.setdefault("timeout", str(MEETING))
+    if arguments.rdzv_backend == "c10d":
+        conf.setdefault("join_timeout", seconds)
+        conf.setdefault("read_timeout", seconds)  # also how long a host may be started before the endpoint's
+        host, _ = utils.parse_rendezvous_endpoint(arguments.rdzv_endpoint, default_port=29400)
+        # Torch asks what its own name resolves to, which on Debian is 127.0.1.1.
+        if _is_mine(host) and not utils._matches_machine_hostname(host):
+            conf.setdefault("is_host", "true")
+    return ",".join(f"{key}={value}" for key, value in conf.items())
+
+
+def _is_mine(address: str) -> bool:
+    import psutil
+
+    return any(address == each.address for found in psutil.net_if_addrs().values() for each in found)
 
 
 def _status_of(failures: Mapping[int, ProcessFailure]) -> int:

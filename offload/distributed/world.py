@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from offload.distributed import watch
+from offload.distributed import network, watch
 from offload.errors import UserError
 
 T = TypeVar("T")
@@ -297,6 +297,7 @@ def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[World]:
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     life = f"life {watch.restarts()[0]}"  # torchrun keeps its store when it starts the processes again
     _notes = dist.PrefixStore("offload", store.clone())
+    network.choose(dist.PrefixStore(f"offload/{life}", store))
     with watch.watching(watch.Watch(rank, size, dist.PrefixStore(f"offload/{life}", store.clone()))):
         dist.init_process_group(
             backend, store=dist.PrefixStore(life, store), rank=rank, world_size=size, timeout=timeout + _LATER

@@ -71,7 +71,8 @@ def run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None = None) ->
             except RuntimeError as error:
                 if os.environ["LOCAL_RANK"] == "0":
                     print(f"error: the processes cannot reach each other through {os.environ['MASTER_ADDR']} port "
-                          f"{os.environ['MASTER_PORT']}: {first_line(error)}", file=sys.stderr)  # fmt: skip
+                          f"{os.environ['MASTER_PORT']}: {first_line(error)}; of several hosts, GLOO_SOCKET_IFNAME "
+                          "names the network interface that leads to the others", file=sys.stderr)  # fmt: skip
                 return 2
             verdict = world.noted(_VERDICT)
             return int(verdict) if verdict else _run_recipe(recipe_class, argv)

@@ -37,9 +37,15 @@ class Network:
 
     def __init__(self, folder: Path) -> None:
         self.spaces = [f"{name}-{os.getpid()}" for name in NAMES]
-        self.hosts = folder / "hosts"
-        lines = ("127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES, strict=True)))
-        self.hosts.write_text("\n".join(lines) + "\n")
+        self.hosts = [folder / f"{name}.txt" for name in NAMES]
+        self.name({name: dict(zip(NAMES, ADDRESSES, strict=True)) for name in NAMES})
+
+    def name(self, known: dict[str, dict[str, str]]) -> None:
+        """What each host knows of names."""
+        for path, names in zip(self.hosts, known.values(), strict=True):
+            path.write_text(
+                "\n".join(f"{address} {name}" for name, address in {"localhost": "127.0.0.1", **names}.items()) + "\n"
+            )
 
     def build(self) -> None:
         for space in self.spaces:
@@ -61,7 +67,7 @@ class Network:
 
     def prefix(self, host: int) -> tuple[str, ...]:
         """Of a command that runs on a host."""
-        enter = f'mount --bind {shlex.quote(str(self.hosts))} /etc/hosts && hostname {NAMES[host]} && exec "$@"'
+        enter = f'mount --bind {shlex.quote(str(self.hosts[host]))} /etc/hosts && hostname {NAMES[host]} && exec "$@"'
         return (
             *("ip", "netns", "exec", self.spaces[host]),
             *("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child=SIGTERM", "--mount-proc"),
@@ -133,6 +139,17 @@ def test_they_train_as_two_processes_of_one_host(network: Network, tmp_path: Pat
     assert len(losses(job)) == 4 and losses(both[0]) == losses(job)
     ours, theirs = (load_file(run.out / "step_4/model-00001-of-00001.safetensors") for run in (both[0], job))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("endpoint", ["hosta", ADDRESSES[0]])
+def test_hosts_whose_own_names_lead_to_themselves(endpoint: str, network: Network, tmp_path: Path) -> None:
+    """As Debian writes them into /etc/hosts: neither torchrun nor gloo would find the way by itself."""
+    network.name(
+        {"hosta": {"hosta": "127.0.1.1", "hostb": ADDRESSES[1]}, "hostb": {"hosta": ADDRESSES[0], "hostb": "127.0.1.1"}}
+    )
+    options = f"--rdzv_endpoint {endpoint}:29500"
+    with jobs(network, tmp_path, options, "max_steps_per_epoch=2") as both:
+        assert [job.wait() for job in both] == [0, 0], [job.log for job in both]
 
 
 def test_a_killed_rank_is_named_on_both_hosts(network: Network, tmp_path: Path) -> None:

@@ -122,6 +122,22 @@ def oom_kills(root: Path = _CGROUPS, of_process: Path = Path("/proc/self/cgroup"
     return None
 
 
+def kernel_killed(before: int | None, now: int | None) -> bool | None:
+    """Whether the kernel has killed a process for want of memory between two :func:`oom_kills`; None if that is not
+    told."""
+    return None if before is None or now is None else now > before
+
+
+def who_killed(before: int | None, now: int | None) -> str:
+    """In words, who killed a process between two :func:`oom_kills`."""
+    killed = kernel_killed(before, now)
+    if killed is None:
+        return "probably the host's memory ran out"
+    if killed:
+        return "the kernel killed it because the host's memory ran out"
+    return "not by the kernel for want of memory, which counts such kills"
+
+
 def cgroup_limit(root: Path = _CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
     """The least memory limit of the control groups around this process, and what counts towards it already.
 

@@ -103,6 +103,14 @@ class OutputLock:
             os.close(descriptor)
 
 
+def is_left(folder: Path) -> bool:
+    """Whether the run that last held a folder is known to have ended without giving it back: it was killed."""
+    try:
+        return _is_dead((folder / LOCK_NAME).read_text(errors="replace").strip())
+    except OSError:
+        return False
+
+
 def _is_dead(holder: str) -> bool:
     """Whether the process that wrote ``holder`` is known to be gone."""
     match = re.match(r"process (\d+) on ([^,]+),", holder)

@@ -302,21 +302,14 @@ class _Run:
     """
 
     def __init__(self, recipe: registry.RecipeRef, path: Path, overrides: list[str], world: World) -> None:
-        from offload.cli.validate import load_recipe
+        from offload.cli.validate import recipe_class
         from offload.tiny import register_resolvers
 
         register_resolvers()
         self._path, self._overrides, self._world = path, overrides, world
         self.limits, self.division = Limits(None, None, {}), ""
-        module = load_recipe(recipe.path)
-        schema = getattr(module, "Settings", None)
-        if schema is None:
-            raise UserError(f"{recipe.name} declares no class Settings, so its configs cannot be read")
-        self._schema: Any = schema
-        self._class: Any = next(
-            each for each in vars(module).values()
-            if isinstance(each, type) and getattr(each, "Settings", None) is schema and hasattr(each, "check")
-        )  # fmt: skip
+        self._class: Any = recipe_class(recipe)
+        self._schema: Any = self._class.Settings
         self.settings: Any = self._load(())
 
     def _load(self, changes: Sequence[str]) -> Any:

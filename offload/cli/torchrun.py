@@ -12,16 +12,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from offload.cli import registry
+from offload.cli.killed import advice_for, status_of
 from offload.errors import UserError, first_line
+from offload.host_memory import oom_kills
 
 if TYPE_CHECKING:
     import psutil
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PATIENCE = 24 * 3600
 """Seconds that processes, which save a checkpoint first, have to end after a signal; torchrun would give them 30."""
@@ -50,9 +51,10 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         rest: overrides.
 
     Raises:
-        UserError: a mistake in any of them, hosts that do not meet, or a process that was killed for want of memory.
+        UserError: a mistake in any of them, or hosts that do not meet.
     """
     from offload.cli.validate import check_here
+    from offload.training.launch import as_override
 
     arguments = _parse(options)
     check_here(recipe, config, rest)
@@ -82,6 +84,7 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes tell what went wrong
     sys.stdout.flush()
+    kills = oom_kills()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_at_second_signal())
         scratch = None
@@ -96,7 +99,8 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
         except SignalException as signalled:
             return 128 + int(signalled.sigval)
         except ChildFailedError as error:
-            return _status_of(error.failures)
+            words = [as_override(word) for word in rest]
+            return status_of(error.failures, kills, lambda: advice_for(recipe, config, words, processes))
         except (RuntimeError, ValueError, RendezvousError) as error:
             raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
     return 0
@@ -123,38 +127,6 @@ def _is_mine(address: str) -> bool:
     import psutil
 
     return any(address == each.address for found in psutil.net_if_addrs().values() for each in found)
-
-
-def _status_of(failures: Mapping[int, ProcessFailure]) -> int:
-    """The status of a run whose processes failed; tells of one that was killed, if the others have not.
-
-    Raises:
-        UserError: it was killed by what most often is want of memory.
-    """
-    told = [failure for failure in failures.values() if os.path.isfile(failure.error_file)]
-    if told:
-        return max(told[0].exitcode, 1)
-    # torchrun looks at all of them at once, and the others may have followed the killed one by then.
-    killed = [(rank, failure) for rank, failure in failures.items() if failure.exitcode < 0]
-    if not killed:
-        return min(failures.values(), key=lambda failure: failure.timestamp).exitcode
-    rank, failure = killed[0]
-    number = -failure.exitcode
-    line = (
-        f"rank {rank} on {socket.gethostname()} (process {failure.pid}) was ended by {failure.signal_name()}, and with "
-        f"it the run{_WHY.get(number, '')}. The same command with resume_from_checkpoint=auto goes on from the last "
-        "checkpoint"
-    )
-    if number in (signal.SIGKILL, signal.SIGBUS):
-        raise UserError(line)
-    print(f"error: {line}", file=sys.stderr)
-    return 128 + number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 1
-
-
-_WHY: dict[int, str] = {
-    signal.SIGKILL: "; most often the host's memory ran out",
-    signal.SIGBUS: "; most often shared memory ran out (/dev/shm: docker run --shm-size)",
-}
 
 
 def _mended(error: Exception, arguments: Any, hosts: int) -> str:

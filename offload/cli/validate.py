@@ -118,6 +118,18 @@ def _schema_of(recipe: registry.RecipeRef) -> tuple[type | None, list[Any]]:
     return schema, [each for each in members if getattr(each, "Settings", None) is schema and hasattr(each, "check")]
 
 
+def recipe_class(recipe: registry.RecipeRef) -> Any:
+    """The class of a recipe that trains, which reads its settings and checks them.
+
+    Raises:
+        UserError: its file has none.
+    """
+    schema, classes = _schema_of(recipe)
+    if schema is None or not classes:
+        raise UserError(f"{recipe.name} declares no class Settings, so its configs cannot be read")
+    return classes[0]
+
+
 def load_recipe(path: Path) -> ModuleType:
     """Loads a recipe's file as a module, without running it."""
     import sys

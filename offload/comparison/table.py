@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload.checkpoints.output_lock import is_left
 from offload.comparison.runs import Run
+from offload.host_memory import kernel_killed, oom_kills
 from offload.metrics.progress import duration
 from offload.metrics.run_summary import summarise
 
@@ -210,6 +212,9 @@ def _quartiles(run: Run) -> str | None:
 def _status(run: Run) -> str | None:
     status = run.record.get("status")
     resumed = run.record.get("resumed_from_step")
+    if status == "running" and is_left(run.folder):
+        is_short = kernel_killed(run.record.get("oom_kills"), oom_kills())
+        status = "killed, out of host memory" if is_short else "killed"
     return f"{status}, resumed from step {resumed}" if status and resumed else status
 
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from offload.host_memory import oom_kills, who_killed
+
 INTERVAL = 1.0
 """Seconds between two signs of life."""
 
@@ -119,6 +121,7 @@ class Watch:
         self._closes, self._leaves = threading.Event(), threading.Event()
         self._posture = _Posture(threading.main_thread().ident)
         self._parent = os.getppid()
+        self._kills = oom_kills()
         self._began = self._turn_at = time.monotonic()
         self._has_store = True
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -290,8 +293,8 @@ class Watch:
             if told is not None:
                 return told
             reason = (
-                f"the process ({peer.pid}) was killed, most often because the host's memory ran out. The same command "
-                "with resume_from_checkpoint=auto goes on from the last checkpoint"
+                f"the process ({peer.pid}) was killed: {who_killed(self._kills, oom_kills())}. The same command with "
+                "resume_from_checkpoint=auto goes on from the last checkpoint"
             )
             return Failure(rank, peer.host, 1, DIED, reason)
         return None

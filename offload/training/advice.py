@@ -24,6 +24,7 @@ from offload.training.changes import cheaper, cost, keys_of
 from offload.training.dividing import least
 from offload.training.placement import Room
 from offload.training.predicting import Predictor
+from offload.training.ranking import applied
 from offload.training.settings import TrainSettings
 
 TOLD = 3
@@ -260,6 +261,22 @@ class Advisor:
             if taken <= room:
                 return Saving(tuple(words), 0, changed)
         return None
+
+
+def of_host_memory(recipe: Any) -> list[str]:
+    """What a run takes of the host's memory and what would save most, before it begins; nothing where it cannot be
+    planned.
+
+    Args:
+        recipe: a :class:`offload.training.finetune.FinetuneRecipe` that knows its device.
+    """
+    world = recipe.world
+    there_is = room(recipe.device, of_device=False) // max(1, world.local_size)
+    try:
+        advisor = Advisor(type(recipe), functools.partial(applied, recipe.settings), processes=world.size)
+        return advisor.lines(recipe.device, of_device=False, used=recipe.memory_before, room=there_is)
+    except Exception:
+        return []
 
 
 def room(device: torch.device, *, of_device: bool) -> int:

@@ -40,6 +40,7 @@ from offload.models.source import find_source
 from offload.plan.budget import Sharding
 from offload.training import hindsight
 from offload.training.activations import prepare_activations
+from offload.training.advice import of_host_memory
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
@@ -184,6 +185,8 @@ class FinetuneRecipe:
         remove_leftover(self.output_dir)
         if (line := tell_of_a_kill(read_run(self.output_dir), oom_kills())) is not None:
             say(f"warning: {line}")
+            for each in of_host_memory(self):
+                say(each)
 
     def _keep_best(self) -> None:
         """Protect the checkpoint of the best evaluation from keep_last_n."""

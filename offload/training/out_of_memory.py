@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.units import clean_name
 from offload.errors import first_line
+from offload.host_memory import kernel_killed
 
 PHASES = {
     "setup_run": "while the run was set up",
@@ -157,10 +158,11 @@ def tell_of_a_kill(record: Mapping[str, Any], kills: int | None) -> str | None:
         kills: how often the kernel has done that in this control group, see :func:`offload.host_memory.oom_kills`.
     """
     before = record.get("oom_kills")
-    if record.get("status") != "running" or not isinstance(before, int) or kills is None or kills <= before:
+    if record.get("status") != "running" or not isinstance(before, int) or not kernel_killed(before, kills):
         return None
+    assert kills is not None
     processes = "a process" if kills - before == 1 else f"{kills - before} processes"
     return (
         f"the run before in this folder did not end: since it began, the kernel killed {processes} here for want of "
-        "memory. The same command with --dry-run tells what this run takes, and what makes it fit"
+        "memory"
     )

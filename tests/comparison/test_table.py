@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -75,6 +79,18 @@ def test_a_killed_run_and_an_earlier_run_in_the_same_folder_are_read(write) -> N
     runs = read_runs([folder, folder / "metrics.1.jsonl"])
     assert [run.label for run in runs] == ["new", "old"]
     assert by_name(table.lines(runs))["run", "status"] == ["running", "done, resumed from step 4"]
+
+
+def test_a_run_whose_process_is_gone_was_killed(write, monkeypatch) -> None:
+    """It says that it runs; the lock of its folder names a process of this host that there is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    monkeypatch.setattr(table, "oom_kills", lambda: 3)
+    folders = [write(f"run{kills}", f"{kills}", [3, 2], status="running", oom_kills=kills) for kills in (3, 2)]
+    for pid, statuses in ((os.getpid(), ["running"] * 2), (gone.pid, ["killed", "killed, out of host memory"])):
+        for folder in folders:
+            (folder / ".lock").write_text(f"process {pid} on {socket.gethostname()}, since 2026-01-01 12:00:00\n")
+        assert by_name(table.lines(read_runs(folders)))["run", "status"] == statuses
 
 
 def test_columns_that_do_not_fit_go_below(write) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.cli import registry
 from offload.cli.validate import load_recipe
+from offload.distributed.world import World
 from offload.metrics.this_machine import machine_of
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
@@ -25,7 +26,7 @@ from offload.plan.profile import Profile, write_profile
 from offload.plan.replay import replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
 from offload.tiny import register_resolvers
-from offload.training.advice import Advisor, settings_of_file
+from offload.training.advice import Advisor, of_host_memory, settings_of_file
 from offload.training.budgeting import Planner
 from offload.training.out_of_memory import record_for_snapshot, shortage, tell_of_a_kill, write_snapshot
 from offload.training.predicting import Predictor
@@ -251,3 +252,16 @@ def test_costs_are_those_of_predicted_steps(monkeypatch: pytest.MonkeyPatch, tmp
         assert share > 0.05 and "a third more time" not in line
     assert re.match(r"enough, with [\d.]+ [GM]iB and \+[\d,]+ ms a step \(\+\d+%\): ", lines[-1])
     assert enough(lines)[0].startswith(("batch_size=", "enable_activation_checkpointing="))
+
+
+def test_a_run_after_one_that_the_kernel_killed_is_told_what_takes_less() -> None:
+    kind = recipe_class()
+    words = ("device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=32", "loss=torch.nn.CrossEntropyLoss")
+    run = object.__new__(kind)
+    run.settings = settings_of_file(kind, registry.our_configs()["tiny_llama_offload"], words)(())
+    run.world, run.device, run.memory_before = World(), CPU, 2**28
+    lines = of_host_memory(run)
+    assert "GiB of the host's memory at its fullest moment, where it can have " in lines[0]
+    assert any("  batch_size=1 " in line for line in lines)
+    run.settings = None
+    assert of_host_memory(run) == []

@@ -1,0 +1,76 @@
+"""What a launcher tells of a process that ended without a word: which one, what ended it, what takes less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli import registry
+from offload.host_memory import kernel_killed, oom_kills, who_killed
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_SHARED = "; most often shared memory ran out (/dev/shm: docker run --shm-size)"
+
+
+def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice: Callable[[], Sequence[str]]) -> int:
+    """The status of a run whose processes failed; tells of one that was killed, if the others have not.
+
+    Args:
+        failures: by rank.
+        kills: :func:`offload.host_memory.oom_kills` when the run began.
+        advice: lines that follow, where it may have been for want of memory.
+    """
+    told = [failure for failure in failures.values() if os.path.isfile(failure.error_file)]
+    if told:
+        return max(told[0].exitcode, 1)
+    # torchrun looks at all of them at once, and the others may have followed the killed one by then.
+    killed = [(rank, failure) for rank, failure in failures.items() if failure.exitcode < 0]
+    if not killed:
+        return min(failures.values(), key=lambda failure: failure.timestamp).exitcode
+    rank, failure = killed[0]
+    number = -failure.exitcode
+    now = oom_kills()
+    why = f"; {who_killed(kills, now)}" if number == signal.SIGKILL else _SHARED if number == signal.SIGBUS else ""
+    print(
+        f"error: rank {rank} on {socket.gethostname()} (process {failure.pid}) was ended by {failure.signal_name()}, "
+        f"and with it the run{why}. The same command with resume_from_checkpoint=auto goes on from the last checkpoint",
+        file=sys.stderr,
+    )
+    if number == signal.SIGKILL and kernel_killed(kills, now) is not False:
+        with contextlib.suppress(Exception):  # a run that cannot be planned
+            for line in advice():
+                print(line, file=sys.stderr)
+    if number in (signal.SIGKILL, signal.SIGBUS):
+        return 2
+    return 128 + number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 1
+
+
+def advice_for(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], processes: int) -> list[str]:
+    """The budget of one process of a run, and what would save most of the host's memory.
+
+    Args:
+        recipe: of ours.
+        config: the file.
+        overrides: of the command line.
+        processes: of this host.
+    """
+    from offload.cli.validate import recipe_class
+    from offload.device import find_device
+    from offload.host_memory import host_memory
+    from offload.training.advice import Advisor, settings_of_file
+    from offload.training.budgeting import process_of_a_run
+
+    kind: Any = recipe_class(recipe)
+    settings = settings_of_file(kind, config, overrides)
+    device, _ = find_device(settings(()).device)
+    room = host_memory().usable // max(1, processes)
+    advisor = Advisor(kind, settings, processes=processes)
+    return advisor.lines(device, of_device=False, used=process_of_a_run(), room=room)

@@ -1,0 +1,82 @@
+"""What is told of a process that was killed: by whom as far as the kernel tells, and what takes less memory."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload.cli import killed, registry
+from offload.cli.killed import advice_for, status_of
+from offload.host_memory import kernel_killed, who_killed
+
+RECIPE = "full_finetune_distributed"
+
+
+def failure(code: int, pid: int = 11) -> Any:
+    name = signal.Signals(-code).name if code < 0 else ""
+    return SimpleNamespace(error_file="/nowhere", exitcode=code, pid=pid, timestamp=0, signal_name=lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says", "advises"),
+    [
+        (3, 4, "the kernel killed it because the host's memory ran out", True),
+        (None, None, "probably the host's memory ran out", True),
+        (None, 4, "probably the host's memory ran out", True),
+        (3, 3, "not by the kernel for want of memory, which counts such kills", False),
+    ],
+)
+def test_who_killed_it(
+    before: int | None, now: int | None, says: str, advises: bool, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(killed, "oom_kills", lambda: now)
+    assert who_killed(before, now) == says and (kernel_killed(before, now) is not False) is advises
+    asked: list[str] = []
+
+    def advice() -> Sequence[str]:
+        asked.append("once")
+        return ["what saves most, one by one:"]
+
+    failures = {0: failure(1), 1: failure(-signal.SIGKILL, 4711)}
+    assert status_of(failures, before, advice) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: rank 1 on ") and "(process 4711) was ended by SIGKILL" in first and says in first
+    assert first.endswith("The same command with resume_from_checkpoint=auto goes on from the last checkpoint")
+    assert rest == (["what saves most, one by one:"] if advises else []) and len(asked) == advises
+
+
+def test_other_ends_are_told_without_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    def advice() -> Sequence[str]:
+        raise AssertionError
+
+    assert status_of({0: failure(-signal.SIGSEGV)}, 0, advice) == 1
+    assert "was ended by SIGSEGV, and with it the run. The same" in capsys.readouterr().err
+    assert status_of({0: failure(-signal.SIGBUS)}, 0, advice) == 2
+    assert "/dev/shm" in capsys.readouterr().err
+    assert status_of({0: failure(3)}, 0, advice) == 3 and not capsys.readouterr().err
+
+
+def test_advice_that_fails_takes_nothing_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advice() -> Sequence[str]:
+        raise MemoryError
+
+    monkeypatch.setattr(killed, "oom_kills", lambda: 1)
+    assert status_of({2: failure(-signal.SIGKILL)}, 0, advice) == 2
+    assert "rank 2" in capsys.readouterr().err
+
+
+def test_the_budget_is_that_of_one_process_in_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    path: Path = registry.our_configs()["tiny_llama_offload_distributed"]
+    words = ["device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=16", "loss=torch.nn.CrossEntropyLoss"]
+    lines = advice_for(registry.find_recipe(RECIPE), path, words, 2)
+    assert "of the host's memory at its fullest moment, where it can have " in lines[0]
+    assert any(line.startswith("host ") and "weights" in line for line in lines)
+    assert "what saves most, one by one:" in lines and any("batch_size=" in line for line in lines)

@@ -17,8 +17,9 @@ def add_parser(commands: Any) -> None:
         "compare",
         help="lay runs beside each other",
         description="Compares runs by what they left in their output_dir: speed, where a step's time goes, memory, "
-        "loss at equal tokens, and what differs in their configurations. Prints a table and writes a page with their "
-        "curves (one HTML file that needs no network) and, where matplotlib is installed, a picture.",
+        "loss at equal tokens, what differs in their configurations, and of those that were profiled "
+        "(profiler.enabled=True) the time that training waited for each unit. Prints a table and writes a page with "
+        "their curves (one HTML file that needs no network) and, where matplotlib is installed, a picture.",
         epilog="example: tune compare outputs/adamw outputs/packed",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir or its metrics.jsonl")
@@ -30,11 +31,14 @@ def add_parser(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from offload.comparison import table
+    from offload.comparison import profiles, table
     from offload.comparison.runs import read_runs
 
     runs = read_runs(args.runs)
-    lines = [*table.lines(runs), *table.differences(runs)]
+    accounts, notes = profiles.accounts(runs)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    lines = [*table.lines(runs), *profiles.lines(accounts), *table.differences(runs)]
     if args.json:
         print(table.as_json(lines, runs))
         return 0
@@ -44,19 +48,19 @@ def _compare(args: argparse.Namespace) -> int:
     print()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _write(runs, lines, out, args.title)
+        _write(runs, lines, accounts, out, args.title)
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror or error}") from None
     return 0
 
 
-def _write(runs: Any, lines: Any, out: Path, title: str | None) -> None:
+def _write(runs: Any, lines: Any, accounts: Any, out: Path, title: str | None) -> None:
     from offload.comparison.page import render_page
     from offload.metrics.progress import from_here
 
     page = _with_suffix(out, ".html")
     names = ", ".join(dict.fromkeys(run.folder.resolve().name for run in runs))
-    page.write_text(render_page(runs, lines, title or names), encoding="utf-8")
+    page.write_text(render_page(runs, lines, title or names, accounts), encoding="utf-8")
     print(f"page     {from_here(page)}")
     try:
         import matplotlib
@@ -67,7 +71,7 @@ def _write(runs: Any, lines: Any, out: Path, title: str | None) -> None:
     from offload.comparison import picture
 
     target = _with_suffix(out, ".png")
-    picture.draw_several(runs, target, title)
+    picture.draw_several(runs, target, title, accounts)
     print(f"picture  {from_here(target)}")
 
 

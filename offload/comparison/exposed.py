@@ -58,16 +58,19 @@ class Account:
     Attributes:
         steps: how many.
         step: from one to the next.
-        exposed: of them, over all units.
         units: those that were updated, copied or waited for, in the order of their layers.
         of_device: it is an accelerator's time.
     """
 
     steps: int
     step: float
-    exposed: float
     units: dict[str, UnitTime]
     of_device: bool
+
+    @property
+    def exposed(self) -> float:
+        """Of a step, over all units."""
+        return sum(unit.exposed for unit in self.units.values())
 
     @property
     def share(self) -> float:
@@ -79,10 +82,10 @@ def account(trace: Trace) -> Account:
     """What a trace tells.
 
     Raises:
-        TraceError: it has no marks of the engine.
+        TraceError: it names no unit.
     """
     if not trace.marks:
-        raise TraceError("no unit is named in it; profiler.cpu=True records the names")
+        raise TraceError("no update is named in it; profiler.cpu=True records the names")
     steps = _Steps(trace)
     by_step: list[dict[str, UnitTime]] = [defaultdict(UnitTime) for _ in range(len(steps))]
     compute = _compute_stream(trace)
@@ -95,7 +98,6 @@ def account(trace: Trace) -> Account:
     return Account(
         steps=len(steps),
         step=statistics.median(lengths),
-        exposed=statistics.median(sum(unit.exposed for unit in units.values()) for units in by_step),
         units={name: _median([units[name] for units in by_step]) for name in names},
         of_device=compute is not None,
     )
@@ -123,9 +125,7 @@ class _Steps:
         moments = [moment for _, moment in trace.backward]
         steps = [each for each in trace.steps
                  if not moments or bisect_left(moments, each.begin) < bisect_right(moments, each.end)]  # fmt: skip
-        if not steps:
-            everything: list[Range | Work] = [*trace.marks, *trace.work]
-            steps = [Range((None, None), min(each.begin for each in everything), max(each.end for each in everything))]
+        steps = steps or [Range((None, None), trace.begin, trace.end)]
         self._begins = [step.begin for step in steps]
         self._end = steps[-1].end
         self.lengths = [(step.end - step.begin) * MICRO for step in steps]

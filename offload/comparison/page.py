@@ -11,9 +11,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import astuple
 from importlib import resources
 from typing import Any
 
+from offload.comparison.exposed import Account, UnitTime
+from offload.comparison.profiles import WORDS
 from offload.comparison.runs import AXES, Run
 from offload.comparison.table import Line, letter_of
 
@@ -21,13 +24,14 @@ from offload.comparison.table import Line, letter_of
 MAX_POINTS = 4000
 
 
-def render_page(runs: Sequence[Run], table: Sequence[Line], title: str) -> str:
+def render_page(runs: Sequence[Run], table: Sequence[Line], title: str, accounts: Sequence[Account | None] = ()) -> str:
     """The page: what the runs are, their curves over steps, tokens or time, and the table.
 
     Args:
         runs: at least one.
         table: the lines of :func:`offload.comparison.table.lines` and ``differences``.
         title: of the page.
+        accounts: of the runs' traces.
     """
     files = resources.files("offload.comparison")
 
@@ -42,6 +46,7 @@ def render_page(runs: Sequence[Run], table: Sequence[Line], title: str) -> str:
         "UPLOT_LICENSE": text("uplot/LICENSE"),
         "DATA": data,
         "TABLE": _table(runs, table),
+        "UNITS": _units(accounts),
     }
     # In one pass: what is put in is not looked through again.
     return re.sub(r"\{\{([A-Z_]+)\}\}", lambda mark: parts[mark[1]], text("page.html"))
@@ -87,6 +92,43 @@ def _number(value: Any) -> float | int | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _units(accounts: Sequence[Account | None]) -> str:
+    """For each unit a row, and in it for each run with a trace a bar of what was exposed, and of the work."""
+    known = {index: each for index, each in enumerate(accounts) if each is not None}
+    if not known:
+        return ""
+    names = list(dict.fromkeys(name for each in known.values() for name in each.units))
+    longest = max(sum(astuple(time)) for each in known.values() for time in each.units.values()) or 1.0
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    legend = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in WORDS.items())
+    totals = "; ".join(
+        f"{letter_of(index)}: {each.exposed * factor:.2f} {unit} exposed, {each.share:.1%} of a step"
+        for index, each in known.items()
+    )
+    rows = []
+    for name in names:
+        bars = []
+        for index, each in known.items():
+            time = each.units.get(name, UnitTime())
+            parts = "".join(
+                f'<i class="{kind}" style="width:{100 * getattr(time, kind) / longest:.3f}%" '
+                f'title="{words}: {getattr(time, kind) * factor:.3f} {unit}"></i>'
+                for kind, words in WORDS.items()
+            )
+            value = f"{time.exposed * factor:.2f}"
+            bars.append(
+                f'<div class="bar" data-run="{letter_of(index)}" data-exposed="{value}"><b>{letter_of(index)}</b>'
+                f"<div>{parts}</div><span>{value}</span></div>"
+            )
+        label = html.escape(name)
+        rows.append(f'<div class="unit" data-unit="{label}"><span>{label}</span><div>{"".join(bars)}</div></div>')
+    return (
+        f'<section class="units"><h2>Exposed time per unit and step ({unit})</h2><p class="legend">{legend}</p>'
+        f"<p>{totals}. Numbers: what was exposed; copies and updates beside training are hidden behind it.</p>"
+        f"{''.join(rows)}</section>"
+    )
 
 
 def _table(runs: Sequence[Run], table: Sequence[Line]) -> str:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.comparison.exposed import Account, UnitTime
+from offload.comparison.profiles import WORDS
 from offload.comparison.runs import AXES, Run
-from offload.comparison.table import PEAKS, PHASES, step_times
+from offload.comparison.table import PEAKS, PHASES, letter_of, step_times
 from offload.metrics.run_summary import summarise
 
 if TYPE_CHECKING:
@@ -44,20 +46,30 @@ def draw_one(run: Run, out: Path, title: str) -> None:
     figure.savefig(out, dpi=110)
 
 
-def draw_several(runs: Sequence[Run], out: Path, title: str | None = None) -> None:
-    """Loss over steps, tokens and training time; tokens per second, time of a step by phase, peak memory in GiB."""
+COLOURS = {"exposed": "tab:red", "update": "#ff9f40", "up": "#4c8cd6", "down": "#8fb8e8"}
+"""Of the times of a unit."""
+
+
+def draw_several(
+    runs: Sequence[Run], out: Path, title: str | None = None, accounts: Sequence[Account | None] = ()
+) -> None:
+    """Loss over steps, tokens and training time; tokens per second, time of a step by phase, peak memory in GiB; of
+    runs with a trace, the exposed time of each unit."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
     curves, bars = 4.5 + 0.12 * len(runs), max(3.0, 0.85 * len(runs))  # inches: room for the legend, and for numbers
-    figure, (losses, (speed, steps, memory)) = plt.subplots(
-        2, 3, figsize=(15, curves + bars), height_ratios=(curves, bars), layout="constrained"
-    )
+    known = {index: each for index, each in enumerate(accounts) if each is not None}
+    heights = [curves, bars, *([4.0] if known else [])]
+    figure = plt.figure(figsize=(15, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    losses, (speed, steps, memory) = ([figure.add_subplot(grid[row, column]) for column in range(3)] for row in (0, 1))
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for over, axes in zip(AXES, losses, strict=True):
         for index, run in enumerate(runs):
             color = colors[index % len(colors)]
-            _curve(axes, *run.column("loss", over), color, run.label)
+            label = f"{letter_of(index)}  {run.label}" if known and len(runs) > 1 else run.label
+            _curve(axes, *run.column("loss", over), color, label)
             axes.plot(*run.column("evaluation/loss", over), "o--", color=color, markersize=5, markeredgecolor="white")
         axes.set_xlabel(AXES[over])
         if over != "training_seconds":
@@ -79,16 +91,48 @@ def draw_several(runs: Sequence[Run], out: Path, title: str | None = None) -> No
     steps.set_xlabel("time of a step (ms)")
     peaks = [summarise(run.rows) for run in runs]
     kinds = {key.removeprefix("memory/"): words for key, words in MEMORY.items()}
-    known = {words: [peak.get(key, 0.0) for peak in peaks] for key, words in kinds.items()}
-    _bars(memory, {words: values for words, values in known.items() if any(values)}, colors)
+    in_use = {words: [peak.get(key, 0.0) for peak in peaks] for key, words in kinds.items()}
+    _bars(memory, {words: values for words, values in in_use.items() if any(values)}, colors)
     memory.set_xlabel("peak memory (GiB)")
     for axes in (*losses, speed, steps, memory):
         axes.grid(alpha=0.3)
+    if known:
+        _units(figure.add_subplot(grid[2, :]), known)
     handles, labels = losses[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(2, len(runs)), frameon=False)
     if title:
         figure.suptitle(title)
     figure.savefig(out, dpi=110)
+
+
+def _units(axes: Axes, known: dict[int, Account]) -> None:
+    """For each unit a group of bars, one for each run: what was exposed, and on top of it the work."""
+    names = list(dict.fromkeys(name for each in known.values() for name in each.units))
+    longest = max(each.step for each in known.values())
+    factor, unit_of_time = (1e3, "ms") if longest < 1 else (1.0, "s")
+    width = 0.8 / len(known)
+    for place, (index, each) in enumerate(known.items()):
+        at = [position + (place - (len(known) - 1) / 2) * width for position in range(len(names))]
+        bottom = [0.0] * len(names)
+        for kind, words in WORDS.items():
+            heights = [factor * getattr(each.units.get(name, UnitTime()), kind) for name in names]
+            axes.bar(at, heights, 0.92 * width, bottom=bottom, color=COLOURS[kind], label=words if not place else None)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        if len(known) > 1 and len(names) * len(known) <= 120:
+            for x, y in [place for place in zip(at, bottom, strict=True) if place[1]]:
+                axes.annotate(letter_of(index), (x, y), (0, 1), textcoords="offset points", ha="center", fontsize=6)
+    every = -(-len(names) // 60)
+    is_crowded = sum(map(len, names)) > 150
+    axes.set_xticks(range(0, len(names), every), names[::every], rotation=90 if is_crowded else 0, fontsize=8)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylabel(f"time per unit and step ({unit_of_time})")
+    axes.set_axisbelow(True)
+    axes.grid(alpha=0.3, axis="y")
+    totals = (f"{letter_of(index)} {each.exposed * factor:.3g} {unit_of_time} ({each.share:.1%} of a step)"
+              for index, each in known.items())  # fmt: skip
+    axes.set_title(f"exposed time: {', '.join(totals)}", fontsize=10)
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for letters and legend
+    axes.legend(fontsize=8, ncols=len(WORDS))
 
 
 def _curve(axes: Axes, x: list[float], y: list[float], color: Any, label: str) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from offload.engine.marks import PREFIX, Mark, parse
+from offload.engine.marks import ALL, PREFIX, Mark, parse
 
 LARGEST = 2**30
 """Characters of a trace that are read: half a minute's work."""
@@ -30,6 +31,8 @@ Thread = tuple[Any, Any]
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "ProfilerStep#"
 BACKWARD = "autograd::engine::evaluate_function"
+PLAIN_UPDATE = "Optimizer.step#"
+"""PyTorch's own range around the step of an optimizer."""
 
 
 class TraceError(Exception):
@@ -69,15 +72,19 @@ class Trace:
 
     Attributes:
         steps: of the recipe.
-        marks: of the engine.
+        marks: of the engine; of a plain optimizer, its steps as updates of all units.
         backward: thread and moment of each of autograd's operations.
         work: of the device; empty for a run on the CPU.
+        begin: of the first operation on a thread.
+        end: of the last one.
     """
 
     steps: list[Range] = field(default_factory=list)
     marks: list[Range] = field(default_factory=list)
     backward: list[tuple[Thread, float]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    begin: float = math.inf
+    end: float = -math.inf
 
 
 def read_trace(path: Path) -> Trace:
@@ -90,11 +97,12 @@ def read_trace(path: Path) -> Trace:
     calls: dict[Any, tuple[Thread, float]] = {}
     operations: dict[Any, tuple[Thread, float]] = {}
     work: list[dict[str, Any]] = []
+    plain: list[Range] = []
     for event in _events(path):
         if event.get("ph") != "X":
             continue
         try:
-            _sort(event, trace, calls, operations, work)
+            _sort(event, trace, calls, operations, work, plain)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise TraceError("it is no trace of torch's profiler") from None
     for event in work:
@@ -111,6 +119,7 @@ def read_trace(path: Path) -> Trace:
                 call,
             )
         )
+    trace.marks = trace.marks or plain
     for ranges in (trace.steps, trace.marks, trace.work):
         ranges.sort(key=lambda each: each.begin)
     trace.backward.sort(key=lambda each: each[1])
@@ -123,6 +132,7 @@ def _sort(
     calls: dict[Any, tuple[Thread, float]],
     operations: dict[Any, tuple[Thread, float]],
     work: list[dict[str, Any]],
+    plain: list[Range],
 ) -> None:
     """Put an event where it belongs."""
     kind, name = event.get("cat", ""), event["name"]
@@ -136,11 +146,14 @@ def _sort(
     if kind not in ("user_annotation", "cpu_op"):
         return
     operations[event.get("args", {}).get("External id")] = thread, begin
+    trace.begin, trace.end = min(trace.begin, begin), max(trace.end, begin + float(event.get("dur", 0)))
     if kind == "cpu_op":
         if name.startswith(BACKWARD):
             trace.backward.append((thread, begin))
     elif name.startswith(STEP):
         trace.steps.append(Range(thread, begin, begin + float(event["dur"])))
+    elif name.startswith(PLAIN_UPDATE):
+        plain.append(Range(thread, begin, begin + float(event["dur"]), Mark("update", ALL)))
     elif name.startswith(PREFIX) and (mark := parse(name)) is not None:
         trace.marks.append(Range(thread, begin, begin + float(event["dur"]), mark))
 
@@ -153,10 +166,10 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         opener: Any = gzip.open if is_compressed else open
         with opener(path, "rt", encoding="utf-8") as text:
             yield from _decoded(text)
-    except OSError as error:  # a damaged header among them
-        raise TraceError(error.strerror or str(error)) from None
-    except (EOFError, zlib.error, UnicodeDecodeError):
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
         raise TraceError("it is damaged or cut short") from None
+    except OSError as error:
+        raise TraceError(error.strerror or str(error)) from None
 
 
 def _decoded(file: TextIO) -> Iterator[dict[str, Any]]:

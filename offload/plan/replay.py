@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import auto
+from offload import auto, machinery
 from offload.engine import units
 from offload.engine.runtime import Event, Runtime
 from offload.optim import cpu, gpu
@@ -247,8 +247,9 @@ class _Simulated(OffloadOptimizer):
         self._given = runtime
         super().__init__(*args, **kwargs)
 
-    def _runtime(self, groups: list[dict[str, Any]]) -> Runtime:
-        return self._given
+    def _build(self, groups: list[dict[str, Any]], *, is_final: bool) -> None:
+        with mock.patch.object(machinery, "_runtime", lambda *_: self._given):
+            super()._build(groups, is_final=is_final)
 
 
 @contextmanager

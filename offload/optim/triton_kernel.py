@@ -191,7 +191,7 @@ def _launch(tables: _Tables, kind: Kind, is_aligned: bool, tensors: Sequence[tup
         start = tables.ring.take(size)
         tables.bytes[8 * start : 8 * start + len(content)] = content
         try:
-            _fetch[(-(-size // FETCH_WORDS),)](tables.on_host, tables.words, start, size, **OPTIONS)
+            _fetch[(-(-size // FETCH_WORDS),)](tables.on_host, tables.words, start, size, CACHE=read_anew(), **OPTIONS)
             _update[(programs,)](
                 tables.words,
                 tables.numbers,
@@ -214,16 +214,25 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def read_anew() -> str:
+    """The cache modifier of loads past a device's caches, which may hold an earlier table, beside ``volatile``.
+
+    NVIDIA needs none: Triton 3.7 drops it there, 3.6 and 3.8 do not compile the two together. On AMD ``volatile`` alone
+    reads a cache.
+    """
+    return ".cv" if torch.version.hip else ""
+
+
 @triton.jit(do_not_specialize=["start", "size"])
 def _fetch(
     source,  # int64 [TABLE_WORDS], page-locked
     target,  # the same, on the device
     start,  # of the table, in words
     size,
+    CACHE: tl.constexpr,
 ):
     at = tl.program_id(0) * _FETCH_WORDS + tl.arange(0, _FETCH_WORDS)
-    # Caches of the device may hold an earlier table. The one argument is for NVIDIA, the other for AMD.
-    words = tl.load(source + start + at, at < size, volatile=True, cache_modifier=".cv")
+    words = tl.load(source + start + at, at < size, volatile=True, cache_modifier=CACHE)
     tl.store(target + start + at, words, at < size)
 
 

@@ -473,7 +473,7 @@ def test_many_tensors_have_several_launches(driver: Driver, monkeypatch: pytest.
     assert addresses == [item.param.data_ptr() for item in items]
 
 
-def test_a_table_is_read_past_the_caches(compiled: None) -> None:
+def test_a_table_is_read_past_the_caches(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may hold what was at the same place of the host's memory before."""
     triton = pytest.importorskip("triton", reason="triton has no build for this platform")
     from triton.backends.compiler import GPUTarget
@@ -481,11 +481,17 @@ def test_a_table_is_read_past_the_caches(compiled: None) -> None:
 
     from offload.optim import triton_kernel
 
-    signature = {"source": "*i64", "target": "*i64", "start": "i32", "size": "i32"}
-    source = ASTSource(fn=triton_kernel._fetch, signature=signature, constexprs={}, attrs={})
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernel.OPTIONS).asm["ptx"]
-    assert "ld.volatile.global" in code and "ld.global" not in code
-    code = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=triton_kernel.OPTIONS).asm["amdgcn"]
+    def code_for(target: GPUTarget, hip: str | None, kind: str) -> str:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        signature = {"source": "*i64", "target": "*i64", "start": "i32", "size": "i32", "CACHE": "constexpr"}
+        constants = {"CACHE": triton_kernel.read_anew()}
+        source = ASTSource(fn=triton_kernel._fetch, signature=signature, constexprs=constants, attrs={})
+        return triton.compile(source, target=target, options=triton_kernel.OPTIONS).asm[kind]
+
+    for capability in (80, 89, 90, 120):
+        code = code_for(GPUTarget("cuda", capability, 32), None, "ptx")
+        assert "ld.volatile.global" in code and "ld.global" not in code
+    code = code_for(GPUTarget("hip", "gfx942", 64), "6.4", "amdgcn")
     loads = [line.split() for line in code.splitlines() if "global_load" in line]
     assert loads and all({"sc0", "sc1"} <= set(line) for line in loads)
 

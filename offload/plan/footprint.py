@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload.plan.heap import Event, held_beyond_use
+from offload.plan.without_memory import without_memory
 
 # What the caching allocator of CUDA and XPU rounds each block up to.
 BLOCK = 512
@@ -133,7 +134,7 @@ def footprint(
     """What forward and backward of one micro-batch take.
 
     Args:
-        module: on the meta device; afterwards its tensors are without memory on the CPU.
+        module: on the meta device.
         step: makes the inputs, runs the model and returns the loss, 0-dim, with a graph behind it.
         keeps_gradients: gradients stay until all are there (an update at step, or accumulation); otherwise each goes as
             soon as it is complete.
@@ -141,43 +142,23 @@ def footprint(
         layers: of the module, whose stages of backward are told apart.
         of_host: tensors will be in the host's memory, and the C library's heap is counted.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
     played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
-    with FakeTensorMode(), played:
-        _without_memory(module)
+
+    def trace() -> tuple[_Account, int]:
         account = _Account(module, layers)
-        with account.following(keeps_gradients, gradient_dtype), account:
+        with played, account.following(keeps_gradients, gradient_dtype), account:
             loss = step()
             kept = account.now[ACTIVATIONS]
             account.where = ["backward"]
             loss.backward()
-        del loss
-        for param in module.parameters():
-            param.grad = None
+        return account, kept
+
+    account, kept = without_memory(module, trace)
     if not of_host:
         return Footprint(account.before, account.stages, kept)
     heap = held_beyond_use(account.events), held_beyond_use(account.events, micro_batches=2)
     return Footprint(account.before, account.stages, kept, heap)
-
-
-def _without_memory(module: nn.Module) -> None:
-    """Replace a model's tensors by fake ones of the CPU; transformers' masks ask meta tensors for values."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for each in module.modules():
-        slots: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
-        for tensors in slots:
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    made[id(old)] = (
-                        nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new,
-                        old,
-                    )
-                tensors[name] = made[id(old)][0]
 
 
 class _Account(TorchDispatchMode):
@@ -203,6 +184,11 @@ class _Account(TorchDispatchMode):
         self._total = 0
         for tensor in (*module.parameters(), *module.buffers()):
             self._add(tensor, PARAMETERS)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside, and torch's guard against it costs as much as the rest."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and self._are_gradients(*args[:2]):

@@ -280,7 +280,7 @@ def share_of_cpu(itemsize: int, machine: Machine, settings: Settings) -> float:
 
 def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
     if settings.strategy == "torchao":
-        return replay_torchao(machine, load, shares_host_memory=True)
+        return replay_torchao(machine, load, shares_host_memory=True, is_checked=False)
     optimizer: dict[str, Any] = _class_with(settings.state_bytes, load.dtype)
     optimizer |= {
         "strategy": settings.strategy,
@@ -303,7 +303,7 @@ def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
         speeds = speeds_of(machine, load, cpu_bytes=_cpu_bytes(load.dtype.itemsize, settings))
         optimizer["speeds"] = speeds if helps else dataclasses.replace(speeds, cpu=NEVER)
         room = settings.room
-    return replay(machine, load, steps=steps, shares_host_memory=True, room=room, **optimizer)
+    return replay(machine, load, steps=steps, shares_host_memory=True, room=room, is_checked=False, **optimizer)
 
 
 NEVER = 1e-9

@@ -272,11 +272,13 @@ class _Training:
     Attributes:
         step: after the last micro-batch's backward.
         accumulate: a context for the backward of those before it.
+        settle: waits for all that is under way.
         placed: as :attr:`Result.placed`.
     """
 
     step: Callable[[], None]
     accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext
+    settle: Callable[[], None] = lambda: None
     placed: Callable[[], Mapping[str, float]] = dict
 
 
@@ -308,6 +310,7 @@ def replay(
     steps: tuple[int, int] = (WARM_UP, MEASURED),
     shares_host_memory: bool = False,
     room: int | None = None,
+    is_checked: bool = True,
     **optimizer: Any,
 ) -> Result:
     """The steady state of training on a machine.
@@ -318,6 +321,7 @@ def replay(
         memory: bytes of the device; None for as many as it takes.
         waits_per_unit: the forward waits for each unit's update; otherwise ``step()`` waits for all.
         steps: before the steady state, and in it.
+        is_checked: for races too, and memory is told (:class:`offload.simulation.accelerator.SimulatedAccelerator`).
         shares_host_memory: copies over the link and the CPU's updates get together what the host's memory gives.
         room: bytes of the device that strategy ``auto`` finds left over, when it times each try by one step; None for
             what ``memory`` leaves.
@@ -340,10 +344,11 @@ def replay(
             total = sum(entry["bytes"] for entry in found.values())
             return {way: entry["bytes"] / total for way, entry in found.items()}
 
-        return _Training(step, built.accumulate, placed)
+        return _Training(step, built.accumulate, built.synchronize, placed)
 
+    sharing = _shared(machine) if shares_host_memory else None
     with _counting_packed_updates(), _deciding_soon() if room is not None else nullcontext():
-        return _run(machine, load, memory, build, steps, _shared(machine) if shares_host_memory else None, room)
+        return _run(machine, load, memory, build, steps, sharing, room, is_checked=is_checked)
 
 
 DECIDED, DECIDED_WITH_CPU = 2, 9
@@ -385,7 +390,9 @@ def replay_compute(machine: Machine, load: Workload) -> Result:
     return _run(machine, load, None, build)
 
 
-def replay_torchao(machine: Machine, load: Workload, *, shares_host_memory: bool = False) -> Result:
+def replay_torchao(
+    machine: Machine, load: Workload, *, shares_host_memory: bool = False, is_checked: bool = True
+) -> Result:
     """The schedule of torchao's CPUOffloadOptimizer: gradients come down during backward, ``step()`` updates on the
     CPU in the order of their arrival, and waits until all parameters are up again. Arguments as of :func:`replay`.
 
@@ -434,7 +441,8 @@ def replay_torchao(machine: Machine, load: Workload, *, shares_host_memory: bool
 
         return _Training(step)
 
-    return _run(machine, load, None, build, sharing=_shared(machine) if shares_host_memory else None)
+    sharing = _shared(machine) if shares_host_memory else None
+    return _run(machine, load, None, build, sharing=sharing, is_checked=is_checked)
 
 
 def _within(trace: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
@@ -453,10 +461,18 @@ def _run(
     steps: tuple[int, int] = (WARM_UP, MEASURED),
     sharing: Sharing | None = None,
     room: int | None = None,
+    *,
+    is_checked: bool = True,
 ) -> Result:
     warm_up, measured = steps
     simulator = SimulatedAccelerator(
-        machine.rates(), order="time", scale=load.shrink, memory=memory, sharing=sharing, spare=room
+        machine.rates(),
+        order="time",
+        scale=load.shrink,
+        memory=memory,
+        sharing=sharing,
+        spare=room,
+        is_checked=is_checked,
     )
     begins: list[float] = []
     first: Use | None = None
@@ -468,23 +484,30 @@ def _run(
             training = build(simulator, model)
             pins = len(simulator.pins)
             passing = 1 if load.activations is None else _bytes(load, load.activations.passing) // 2
-            for number in range(warm_up + measured + 1):
+
+            def forward() -> Tensor:
+                with simulator.purpose("activations"):
+                    x = torch.zeros(passing, dtype=torch.bfloat16)
+                # Where the compute stream stands once it has waited for what the first layer needs.
+                handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
+                y: Tensor = model(x)
+                handle.remove()
+                return y
+
+            for number in range(warm_up + measured):
                 place = f"step {number + 1}"
                 if number in (1, warm_up):
                     first = first or simulator.memory.use()
                     simulator.memory.reset_peak()
                 for micro_batch in range(load.micro_batches):
-                    with simulator.purpose("activations"):
-                        x = torch.zeros(passing, dtype=torch.bfloat16)
-                    # Where the compute stream stands once it has waited for what the first layer needs.
-                    handle = model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
-                    y = model(x)
-                    handle.remove()
-                    del x
+                    y = forward()
                     with nullcontext() if micro_batch == load.micro_batches - 1 else training.accumulate():
                         y.sum().backward()
                     del y
                 training.step()
+            # What is measured ends with the beginning of this forward; updates that are under way then belong to it.
+            forward()
+            training.settle()
             placed = training.placed()
             trace = list(simulator.trace)
     except torch.OutOfMemoryError as error:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from offload.plan.footprint import _without_memory
+from offload.plan.without_memory import DiffersOnMetaError, without_memory
 
 CAUSAL = 0.5
 """Of the matrix of scores, what a causal model's attention kernels compute."""
@@ -109,7 +109,7 @@ def count(
     """The work of one micro-batch.
 
     Args:
-        module: on the meta device; afterwards its tensors are without memory on the CPU.
+        module: on the meta device.
         layers: of it, as many as shall be traced.
         step: builds the loss, which asks the model for its parameters, makes the inputs, runs the model and returns the
             loss, 0-dim, with a graph behind it.
@@ -117,19 +117,17 @@ def count(
         length: tokens of each.
         fused_norms: ``rms_norm`` is one kernel, as on a GPU; on the CPU it is several.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        _without_memory(module)
+    def trace() -> _Counter:
         counter = _Counter(module)
         with counter.following(layers), counter.kernels(fused_norms), counter:
             loss = step()
             counter.phase = 1
             counter.in_layer = False
             loss.backward()
-        del loss
-        for param in module.parameters():
-            param.grad = None
+        return counter
+
+    counter = without_memory(module, trace)
     number = max(1, len(layers))
     forward, backward = ((1 / number) * counter.sums[True, phase] for phase in (0, 1))
     return Work(batch * length, length, number, (forward, backward), (counter.sums[False, 0], counter.sums[False, 1]))
@@ -146,6 +144,11 @@ class _Counter(TorchDispatchMode):
         self._weights = {tensor.untyped_storage()._cdata for tensor in module.parameters()}
         self._shapes = {tuple(sorted(param.shape)) for param in module.parameters() if param.dim() > 1}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside, and torch's guard against it costs as much as the rest."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -156,6 +159,8 @@ class _Counter(TorchDispatchMode):
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         known = {each.untyped_storage()._cdata for each in inputs}
         writes = func._schema.is_mutable
+        if writes and any(each.is_meta and each._is_view() and each.requires_grad for each in inputs[:1]):
+            raise DiffersOnMetaError(f"{name} writes into a view, whose backward copies more there")
         if not writes and all(each.untyped_storage()._cdata in known for each in results):
             return out  # views
         product = getattr(torch.ops.aten, name.removesuffix("_"), None)

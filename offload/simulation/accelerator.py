@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.runtime import Direction, Event, Thread
 from offload.simulation.ledger import STREAMS, Ledger, Memory, RaceError
@@ -47,6 +46,7 @@ from offload.simulation.threads import Block, DeadlockError, Order, Signal, Simu
 from offload.simulation.timeline import Span, draw, write_chrome_trace
 from offload.simulation.touched import Touch, place_of_caller, plain_tensors, touched_by, touched_bytes
 from offload.simulation.vector_clock import Agent
+from offload.simulation.watch import Watch, host_needs_result, is_view
 
 __all__ = ["DeadlockError", "Pin", "RaceError", "Rates", "SimulatedAccelerator", "Span", "draw", "write_chrome_trace"]
 
@@ -61,25 +61,6 @@ class Pin:
     thread: str
     nbytes: int
     time: float
-
-
-class _Watch(TorchDispatchMode):
-    """Tells the simulator of every torch operation of one thread."""
-
-    def __init__(self, simulator: SimulatedAccelerator, thread: SimulatedThread) -> None:
-        super().__init__()
-        self._simulator = simulator
-        self._thread = thread
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A subclass goes first, and what it does with its inner tensors comes back here.
-        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._thread.silent:
-            self._simulator._operation(self._thread, func, args, kwargs, result)
-        return result
 
 
 class SimulatedAccelerator:
@@ -102,6 +83,8 @@ class SimulatedAccelerator:
             together; None where each has its own.
         lockable: bytes of host memory that can be page-locked; None for any number.
         spare: bytes that :meth:`memory_left` tells, whatever was taken; None for what ``memory`` leaves.
+        is_checked: accesses are recorded and checked, and copies move data. Otherwise only time is told, in a third of
+            the time; memory that a copy alone still holds is not counted.
 
     Attributes:
         memory: the device's memory: what is allocated, what was at most, and :meth:`~CachingAllocator.reset_peak`.
@@ -131,6 +114,7 @@ class SimulatedAccelerator:
         sharing: Sharing | None = None,
         spare: int | None = None,
         lockable: int | None = None,
+        is_checked: bool = True,
     ) -> None:
         self.rates = rates or Rates()
         self._spare, self._lockable = spare, lockable
@@ -138,14 +122,15 @@ class SimulatedAccelerator:
         self.memory = CachingAllocator(memory)
         self.pins: list[Pin] = []
         self.copied_bytes: dict[str, int] = {"down": 0, "up": 0}
-        self._threads = Threads(order, lambda thread: _Watch(self, thread))
+        self._threads = Threads(order, lambda thread: Watch(thread, self._operation))
         self._streams = Streams((*STREAMS, *streams), self._threads, self.rates, launch_queue, sharing)
         self.trace: list[Span] = self._streams.trace
         self.host_waits: list[tuple[str, str]] = self._streams.host_waits
-        self._ledger = Ledger(self._made, self._freed)
+        self._is_checked = is_checked
+        self._ledger = Ledger(self._made, self._freed, records=is_checked)
         self._loose: dict[str, list[Memory]] = defaultdict(list)
         self._copies: list[tuple[Point, str, dict[torch.UntypedStorage, int]]] = []
-        self._watch = _Watch(self, self._threads.main)
+        self._watch = Watch(self._threads.main, self._operation)
 
     @property
     def order(self) -> Order:
@@ -187,17 +172,13 @@ class SimulatedAccelerator:
         stream = self._streams[direction]
         name = name or f"{direction} copy"
         before = [event for event in after if isinstance(event, Point)]
-        with _silence(thread):
-            storages = [plain.untyped_storage() for tensor in (dst, src) for plain in plain_tensors(tensor)]
-            callers = {storage: _references(storage) for storage in storages if storage.nbytes()}
-            target, source = dst.detach(), src.detach().expand(dst.shape)  # raises here, not when it runs
-            own = {storage: _references(storage) - count for storage, count in callers.items()}
-            torch.autograd.graph.increment_version(dst)  # as on a device: seen when queued
+        run, own = self._movement(thread, dst, src) if self._is_checked else (None, {})
+        torch.autograd.graph.increment_version(dst)  # as on a device: seen when queued
         for event in before:
             self._streams.follow(stream, event)
         stream.clock.join(thread.clock)
         stream.clock.tick(stream.name)
-        place = place_of_caller()
+        place = self._place()
         with self._refusing([src, dst], stream):
             for tensor, writes in [(src, False), (dst, True)]:
                 for plain in plain_tensors(tensor):
@@ -205,14 +186,26 @@ class SimulatedAccelerator:
         self.copied_bytes[direction] += src.nbytes
         seconds = src.nbytes * self.scale / (self.rates.up if direction == "up" else self.rates.down)
         self._streams.work(stream, thread, seconds, name, kind=direction)
+        point = self._streams.mark(stream, thread, before, run)
+        if self._is_checked:
+            self._copies.append((point, f"copy {name!r} ({place})", own))
+        return point
+
+    def _movement(
+        self, thread: SimulatedThread, dst: Tensor, src: Tensor
+    ) -> tuple[Callable[[], None], dict[torch.UntypedStorage, int]]:
+        """What moves a copy's data, and its own references to each storage."""
+        with _silence(thread):
+            storages = [plain.untyped_storage() for tensor in (dst, src) for plain in plain_tensors(tensor)]
+            callers = {storage: _references(storage) for storage in storages if storage.nbytes()}
+            target, source = dst.detach(), src.detach().expand(dst.shape)  # raises here, not when it runs
+            own = {storage: _references(storage) - count for storage, count in callers.items()}
 
         def run() -> None:
             with _silence(self._threads.current()), torch.no_grad():
                 target.data.copy_(source.data)
 
-        point = self._streams.mark(stream, thread, before, run)
-        self._copies.append((point, f"copy {name!r} ({place})", own))
-        return point
+        return run, own
 
     def stream(self) -> Hashable:
         return self._stream_of(self._threads.current()).name
@@ -273,7 +266,7 @@ class SimulatedAccelerator:
         if self._ledger.memory(buffer, stream=stream.name, purpose=self._purpose(thread, "empty_device")) is not None:
             stream.clock.join(thread.clock)
             stream.clock.tick(stream.name)
-            self._add(buffer, True, stream, "empty_device", place_of_caller())
+            self._add(buffer, True, stream, "empty_device", self._place())
         return buffer
 
     def signal(self) -> Signal:
@@ -323,7 +316,7 @@ class SimulatedAccelerator:
         stream.open_span = None
         stream.clock.join(thread.clock)
         stream.clock.tick(stream.name)
-        place = place_of_caller()
+        place = self._place()
         with self._ledger.working(), self._refusing([*reads, *writes], stream):
             for tensors, are_written in ((reads, False), (writes, True)):
                 for tensor in tensors:
@@ -410,6 +403,8 @@ class SimulatedAccelerator:
     ) -> None:
         """Attribute an operation that has just run, check its accesses, and charge for them."""
         self._threads.fail(thread)
+        if is_view(func):
+            return
         operation = func.overloadpacket.__name__
         touched, inputs = touched_by(func, args, kwargs, result)
         if operation == "lift_fresh" and result.dim() == 0:
@@ -432,7 +427,7 @@ class SimulatedAccelerator:
         inputs: Sequence[Tensor],
     ) -> None:
         ledger = self._ledger
-        blocks = _host_needs_result(func, args)
+        blocks = host_needs_result(func, args)
         current = self._stream_of(thread)
         agent: Agent = self._streams[thread.foreign[-1]] if thread.foreign else current
         block = thread.updating[-1] if thread.updating else None
@@ -445,7 +440,7 @@ class SimulatedAccelerator:
             agent = thread
         agent.clock.join(thread.clock)
         agent.clock.tick(agent.name)
-        place = place_of_caller()
+        place = self._place()
         name = f"{operation} in {block.name!r}" if block is not None and agent is not thread else operation
         purpose = self._purpose(thread, operation)
         with self._refusing([touch.tensor for touch in touched], agent):
@@ -500,6 +495,9 @@ class SimulatedAccelerator:
     def _add(self, tensor: Tensor, writes: bool, agent: Agent, name: str, place: str) -> None:
         self._ledger.add(tensor, writes=writes, agent=agent.name, clock=agent.clock, name=name, place=place)
 
+    def _place(self) -> str:
+        return place_of_caller() if self._is_checked else ""
+
     @contextmanager
     def _refusing(self, tensors: Sequence[Tensor], agent: Agent) -> Iterator[None]:
         """An access that is refused inside is an error once, and not again when its memory is freed."""
@@ -520,6 +518,8 @@ class SimulatedAccelerator:
 
     def _check_copies(self) -> None:
         """Copies that have not run hold their memory here; on a device whoever queued them has to."""
+        if not self._is_checked:
+            return
         self._copies = [entry for entry in self._copies if not entry[0].done]
         mine: Counter[torch.UntypedStorage] = Counter()
         for _, _, own in self._copies:
@@ -559,7 +559,7 @@ class SimulatedAccelerator:
 
     def _check_freed(self, memory: Memory, thread: SimulatedThread, what: str) -> None:
         """Make it an error of a thread if a stream may not be done with memory."""
-        if self._threads.is_closing:
+        if self._threads.is_closing or not self._is_checked:
             return
         # What any thread has seen to be done is done, whichever thread drops the last reference.
         known = self._threads.clocks()
@@ -571,18 +571,6 @@ class SimulatedAccelerator:
                 f"memory {what} while `{access.agent}` still uses it: keep it until an event that is recorded "
                 f"after\n  {access}"
             )
-
-
-_WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-def _host_needs_result(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the host needs an operation's result, a value or a shape: a device's stream is waited for."""
-    operation = func.overloadpacket.__name__
-    if operation == "index":
-        # Positions tell the result's shape, a mask has to be counted.
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
 
 
 def _references(storage: torch.UntypedStorage) -> int:

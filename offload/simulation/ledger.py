@@ -147,9 +147,12 @@ class Ledger:
             call nor ``made`` is made inside the other, nor inside :meth:`working`.
     """
 
-    def __init__(self, made: Callable[[Memory], None], freed: Callable[[Memory, int], None]) -> None:
+    def __init__(
+        self, made: Callable[[Memory], None], freed: Callable[[Memory, int], None], *, records: bool = True
+    ) -> None:
         self._made = made
         self._freed = freed
+        self._records = records
         self._memories: dict[int, Memory] = {}
         self._dead: deque[tuple[Memory, int]] = deque()
         self._is_working = False
@@ -194,7 +197,7 @@ class Ledger:
     def add(self, tensor: Tensor, *, writes: bool, agent: str, clock: Clock, name: str, place: str) -> None:
         """Record one access by ``agent``, whose step has begun, at ``clock``. Raises RaceError."""
         memory = self.memory(tensor)
-        if memory is not None and tensor.numel():
+        if memory is not None and self._records and tensor.numel():
             start, stop = byte_range(tensor)
             access = Access(agent, clock[agent], name, writes, start, stop, tuple(tensor.shape), tensor.dtype, place)
             memory.add(access, clock)

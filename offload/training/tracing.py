@@ -150,8 +150,8 @@ def shortened(
     model.module.train()
 
     def step() -> Tensor:
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters: tensors without memory are there now
+        ids = torch.zeros(batch, length, dtype=torch.long, device=next(model.module.parameters()).device)
+        loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters, and they may have been replaced
         return loss({"tokens": ids}, ids, ids.numel())
 
     return model, step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from offload.engine import units
 from offload.engine.pipeline import Pipeline
 from offload.plan.replay import Result, replay, replay_compute, replay_torchao
 from offload.plan.workload import Machine, Workload
+from offload.simulation.accelerator import SimulatedAccelerator
+from offload.simulation.ledger import Memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,3 +144,39 @@ def test_one_recorded_row_is_what_the_engine_does_now(record: Any, monkeypatch: 
     result = timelines.SCHEDULES[name](timelines.MACHINES["h200"], load)
     (row,) = [r for r in record["rows"] if (r["machine"], r["tokens"], r["schedule"]) == ("h200", 4096, name)]
     assert result.step * 1e3 == pytest.approx(row["step_ms"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "stream", "update_in_backward": True, "in_flight_gib": 0.5},
+        {"strategy": "stream", "offload_gradients": True},
+        {"strategy": "host", "update_in_backward": True, "shares_host_memory": True},
+    ],
+)
+def test_unchecked_replays_take_as_long_and_record_no_access(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Workload(4, (TENSOR,) * 2, tokens=1, dtype=torch.float32, launches=(2, 4), micro_batches=2)
+    rates = machine(link=2.0, cpu=1.0)
+    if options.get("update_in_backward"):
+        load = dataclasses.replace(load, micro_batches=1)
+    checked = replay(rates, load, steps=(2, 1), **options)
+    monkeypatch.setattr(Memory, "add", lambda *_: pytest.fail("an access was recorded"))
+    unchecked = replay(rates, load, steps=(2, 1), is_checked=False, **options)
+    for name in {each.name for each in dataclasses.fields(Result)} - {"first", "steady"}:
+        assert getattr(unchecked, name) == getattr(checked, name), name
+
+
+def test_a_replay_runs_backward_of_the_steps_that_it_needs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured ends as a forward begins; the backward after that took a third of a prediction's time."""
+    backwards: list[str] = []
+    compute = SimulatedAccelerator.compute
+
+    def told(self: SimulatedAccelerator, seconds: float, name: str, launches: int = 1) -> None:
+        backwards.extend([name] if name == "0: backward" else [])
+        compute(self, seconds, name, launches)
+
+    monkeypatch.setattr(SimulatedAccelerator, "compute", told)
+    replay(machine(), Workload(2, (TENSOR,), tokens=1, recompute=False), steps=(1, 1), strategy="stream")
+    assert len(backwards) == 2

@@ -146,7 +146,7 @@ def letting_go_of_norms(patch: pytest.MonkeyPatch) -> None:
 def letting_go_of_gradients(patch: pytest.MonkeyPatch) -> None:
     """The flat buffer of a group's gradients is freed with the last of its views."""
     release = InFlight.release
-    patch.setattr(InFlight, "release", lambda held, tensors, after: release(held, tensors, DONE))
+    patch.setattr(InFlight, "release", lambda held, tensors, after, *rest: release(held, tensors, DONE, *rest))
 
 
 def before_the_reduction(patch: pytest.MonkeyPatch) -> None:

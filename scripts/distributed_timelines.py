@@ -26,12 +26,15 @@ from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
 from offload.plan.collectives import SYSTEMS
 from offload.plan.distributed import Plan, RankResult, replay_cpu_offload, replay_engine, replay_nothing
+from offload.plan.prediction import Settings
+from offload.plan.ranks import Exchange, predict_ranks
 from offload.plan.workload import LLAMA2_7B, Workload, llama_activations
 from offload.simulation.timeline import write_chrome_trace
 
 RESULTS = Path(__file__).parent / "results"
 RECORD = RESULTS / "distributed_timelines.json"
 BEGIN, END = "<!-- scripts/distributed_timelines.py writes this table -->\n", "<!-- end of the table -->\n"
+BEGIN_CLOSED = "<!-- scripts/distributed_timelines.py writes the closed form -->\n"
 BEGIN_PUBLISHED = "<!-- scripts/distributed_timelines.py writes what is published -->\n"
 
 RANKS = (2, 4, 8)
@@ -116,6 +119,32 @@ def qwen(layers: int, dim: int, hidden: int, heads: int, kv: int, tokens: int) -
         activations=llama_activations(dim, hidden, heads, 152064),
         launches=LLAMA2_7B.launches,
     )
+
+
+CLOSED: dict[str, Settings] = {
+    "states on the cards": Settings("resident", 4.0),
+    IN_BACKWARD: Settings("stream", 4.0, update_in_backward=True),
+    "`stream`, at step": Settings("stream", 4.0),
+    "`host`, in backward": Settings("host", 4.0, update_in_backward=True),
+}
+"""Updates whose steps :mod:`offload.plan.ranks` tells in closed form; those replayed are torch's AdamW in bf16."""
+
+
+def closed_form(row: Row, system: str, ranks: int) -> float:
+    """Seconds of a step, as `tune plan` tells them."""
+    load = dataclasses.replace(LLAMA2_7B, micro_batches=row.micro_batches)
+    layer = sum(load.tensors)
+    exchange = Exchange(
+        ranks,
+        layers=load.layers * layer + load.edge,
+        root=load.head_elements,
+        first=load.edge + layer,
+        trained=load.parameters,
+        reduce_itemsize=DTYPES[row.reduce_dtype].itemsize,
+        resharding=row.resharding,
+    )
+    settings = dataclasses.replace(CLOSED[row.update], micro_batches=row.micro_batches)
+    return predict_ranks(load, SYSTEMS[system], exchange, settings).step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +271,29 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def add_closed_form(record: dict[str, Any]) -> None:
+    """Put what `tune plan` says beside each recorded step that it knows."""
+    for found in record["rows"]:
+        if found["update"] in CLOSED:
+            row = Row(**{name: found[name] for name in FIELDS})
+            found["closed_ms"] = round(closed_form(row, found["system"], found["ranks"]) * 1e3, 1)
+
+
+def closed_table(record: dict[str, Any]) -> str:
+    """How far the closed form is from the replay, as a Markdown table: from the lowest to the highest of all ranks."""
+    lines = ["| closed form against replay | " + " | ".join(CARDS.values()) + " |", "|---" * (len(CARDS) + 1) + "|"]
+    for row in ROWS:
+        if row.update not in CLOSED:
+            continue
+        cells = []
+        for key in SYSTEMS:
+            found = [row.find(record, key, ranks) for ranks in RANKS]
+            off = [each["closed_ms"] / each["step_ms"] - 1 for each in found]
+            cells.append(f"{min(off):+.1%} to {max(off):+.1%}")
+        lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def published_table(record: dict[str, Any]) -> str:
     """The record's published speeds as a Markdown table."""
     lines = [
@@ -269,10 +321,13 @@ def main() -> None:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if arguments.only:
         return
+    add_closed_form(record)
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(table(record) + "\n" + published_table(record))
     if arguments.out == RECORD:
         write_table(table(record), BEGIN, END, DISTRIBUTED)
         write_table(published_table(record), BEGIN_PUBLISHED, END, DISTRIBUTED)
+        write_table(closed_table(record), BEGIN_CLOSED, END, DISTRIBUTED)
 
 
 if __name__ == "__main__":

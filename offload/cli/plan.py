@@ -126,12 +126,9 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     limits = run.limits = _limits(device, vram, ram, card.name if card else None, processes=world.local_size)
     found = run.plan(())
     title = f"{config.name} for {chosen.name}"
+    rates = _machine(device, card, machine, run.settings.dtype, cards=world.local_size)
     if world.size > 1:
-        title += f", each of {world.size} processes"
-    if world.size > 1:
-        print(_text(title, found, run.settings.dtype, limits))
-        return _of_several(run, found.budget, limits)
-    rates = _machine(device, card, machine, run.settings.dtype)
+        return _of_several(run, f"{title}, each of {world.size} processes", found, limits, rates)
     placed, prediction, why = run.placed(found, limits, rates) if rates is not None else (found, None, [])
     if rates is None and device.type != "cpu":
         why = run.told_of_room(found, limits)
@@ -145,18 +142,29 @@ def plan(name: str, overrides: Sequence[str], machine: argparse.Namespace, *, re
     fits = found.budget.fits(limits.device, limits.host)
     if device.type == "cpu" or (fits and rates is None):
         return 0 if fits else 1
-    choices = run.best(limits, rates.machine if rates else _ordering_machine(), SHOWN)
+    choices = run.best(limits, rates or _Rates(_ordering_machine(), None, ""), SHOWN)
     sister = run.sister(config.name, limits, rates) if config.shipped and not fits else None
     print(f"\n{_ranked(choices, sister, fits=fits, with_speed=rates is not None)}")
     return 0 if fits else 1
 
 
-def _of_several(run: _Run, budget: Any, limits: Limits) -> int:
-    """What is told of several processes beside one's memory; the status."""
+def _of_several(run: _Run, title: str, found: Any, limits: Limits, rates: _Rates | None) -> int:
+    """Tells of several processes; returns the status."""
+    known = rates if run.is_on_one_host else None
+    placed, prediction, why = run.placed(found, limits, known) if known is not None else (found, None, [])
+    print("\n".join([_text(title, placed, run.settings.dtype, limits), *why]))
     if run.division:
         print(f"auto: {run.division}")
-    fits: bool = budget.fits(limits.device, limits.host)
-    if not fits:
+    fits: bool = found.budget.fits(limits.device, limits.host)
+    if known is not None:
+        system = run.system(known)
+        way = "through the host" if system.through_host else "over NVLink"
+        exchanged = f", collectives at {system.bus / 1e9:.0f} GB/s {way}"
+        print(f"\n{_speed(prediction, known.source + exchanged, of=run.processes)}")
+        print(f"\n{_ranked(run.best(limits, known, SHOWN), None, fits=fits, with_speed=True)}")
+    elif rates is not None:
+        print("\nspeed: of several hosts it is not told, whose network is not known")
+    if not fits and known is None:
         print(
             "what takes less: more processes, a smaller batch_size, enable_activation_checkpointing=True, "
             "reshard_after_forward=True, optimizer.offload_gradients=True"
@@ -189,11 +197,13 @@ class _Rates:
         machine: rates (:class:`offload.plan.workload.Machine`).
         dtype: torch's, of the run.
         source: of the rates, in words.
+        card: of the table; None for one that is not there.
     """
 
     machine: Any
     dtype: Any
     source: str
+    card: Any = None
 
 
 def _ordering_machine() -> Any:
@@ -203,8 +213,9 @@ def _ordering_machine() -> Any:
     return machine_of_card(find_card(ORDERING_CARD))
 
 
-def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: str) -> _Rates | None:
-    """The rates of the card that was named, or of the one that is here; None where neither is known."""
+def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: str, *, cards: int) -> _Rates | None:
+    """The rates of the card that was named, or of the one that is here, one of so many ``cards``; None where neither is
+    known."""
     import torch
 
     from offload.device import DTYPES
@@ -219,11 +230,11 @@ def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: st
         from offload.metrics.this_machine import machine_here
 
         here = machine_here(device, fp32=dtype == torch.float32) if is_here(device) else None
-        return here and _Rates(here[0], dtype, here[1])
-    machine = machines.machine_of_card(card, ram_bandwidth=stated, fp32=dtype == torch.float32)
+        return here and _Rates(here[0], dtype, here[1], machines.card_named(here[0].name))
+    machine = machines.machine_of_card(card, ram_bandwidth=stated, fp32=dtype == torch.float32, cards=cards)
     memory = f"{machine.host / 1e9:.0f} GB/s of host memory"
     told = "" if stated else " assumed (--ram-bandwidth 90GB tells)"
-    return _Rates(machine, dtype, f"from the data sheet of {card.name} and published runs, {memory}{told}")
+    return _Rates(machine, dtype, f"from the data sheet of {card.name} and published runs, {memory}{told}", card)
 
 
 def _speed_on_cpu(run: _Run, plan: Any) -> str:
@@ -238,8 +249,8 @@ def _speed_on_cpu(run: _Run, plan: Any) -> str:
     return _speed(*found)
 
 
-def _speed(found: Any, source: str) -> str:
-    """How fast a run is, and what bounds it."""
+def _speed(found: Any, source: str, *, of: int = 1) -> str:
+    """How fast a run of so many processes is, and what bounds it."""
     from offload.plan.prediction import COMPUTE
 
     share = found.exposed_seconds / found.step_seconds
@@ -251,7 +262,8 @@ def _speed(found: Any, source: str) -> str:
     )
     return "\n".join(
         [
-            f"speed: {found.tokens_per_second:,.0f} tok/s; {tokens:,} tokens, a step, take {found.step_seconds:.2f} s",
+            f"speed: {found.tokens_per_second:,.0f} tok/s{f' of all {of} processes' if of > 1 else ''}; {tokens:,} "
+            f"tokens, a step, take {found.step_seconds:.2f} s",
             f"  forward and backward {found.compute_seconds:.2f} s, exposed {found.exposed_seconds:.2f} s ({share:.0%})"
             f", bounded by: {found.bottleneck}",
             *([f"  beside them: {others}"] if others else []),
@@ -349,7 +361,13 @@ class _Run:
         from offload.training.placement import Room, placed, told
 
         room = Room(limits.device, limits.host)
-        prediction = self.predictor.predict(self.settings, found, rates.machine, rates.dtype, room)
+        if self.processes > 1:
+            sharding = self._sharding(self.settings, rates.dtype)
+            prediction = self.predictor.predict_ranks(
+                self.settings, found, self.system(rates), sharding, rates.dtype, room
+            )
+        else:
+            prediction = self.predictor.predict(self.settings, found, rates.machine, rates.dtype, room)
         plan = placed(found, prediction, self.settings.optimizer, rates.dtype.itemsize)
         return plan, prediction, told(found, prediction)
 
@@ -423,19 +441,42 @@ class _Run:
             return False
         return True
 
-    def best(self, limits: Limits, machine: Any, number: int) -> list[Any]:
+    @property
+    def processes(self) -> int:
+        """All of them."""
+        return self._world.size
+
+    @property
+    def is_on_one_host(self) -> bool:
+        return self._world.size == self._world.local_size
+
+    def system(self, rates: _Rates) -> Any:
+        """The cards of its host (:class:`offload.plan.collectives.System`)."""
+        from offload.plan.collectives import system_of
+
+        return system_of(rates.machine, rates.card)
+
+    def best(self, limits: Limits, rates: _Rates, number: int) -> list[Any]:
         """Settings that fit, the fastest first (:class:`offload.training.ranking.Choice`); their lines were checked.
 
         Args:
             limits: of memory.
-            machine: rates (:class:`offload.plan.workload.Machine`).
+            rates: of the machine.
             number: of settings at most.
         """
         from offload.training.ranking import Ranking
 
+        planner, predictor = self.planner, self.predictor
+        beside: list[tuple[str, ...]] = [()]
+        if self.processes > 1:
+            from offload.training.several import PlannerOfRanks, PredictorOfRanks, exchanges
+
+            planner = PlannerOfRanks(planner, self._world)
+            predictor = PredictorOfRanks(predictor, self.system(rates), self._world)
+            beside = list(exchanges(self.settings))
         ranking = Ranking(
-            self.settings, self.planner, self.predictor, machine, self._device, (limits.device, limits.host),
-            self._is_allowed,
+            self.settings, planner, predictor, rates.machine, self._device, (limits.device, limits.host),
+            self._is_allowed, beside,
         )  # fmt: skip
         return ranking.best(number)
 

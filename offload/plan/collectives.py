@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from offload.plan.cards import Card
+from offload.plan.machines import kind_of
 from offload.plan.workload import DATA_CENTRE, GB, LAUNCH, MACHINES, PIN, Machine
 from offload.simulation.sharing import COLLECTIVE, Sharing
 
@@ -50,17 +52,18 @@ class System:
         sent = nbytes * (ranks - 1) / ranks  # in a ring, and received
         return (2 if collective == "all_reduce" else 1) * sent / self.bus
 
+    def shares(self, ranks: int) -> dict[str, float]:
+        """What collectives take of each direction of a rank's link, and of its share of the host's memory."""
+        machine = self.rank(ranks)
+        if not self.through_host:
+            return {"up": 0.0, "down": 0.0, "host": 0.0}
+        return {"up": self.bus / machine.up, "down": self.bus / machine.down, "host": 2 * self.bus / machine.host}
+
     def sharing(self, ranks: int) -> Sharing:
         """What one rank's copies, updates on the CPU and collectives use together, while the others do the same."""
         machine = self.rank(ranks)
         # One communicator does one thing at a time, whatever streams its work is queued on.
-        collective = {"collectives": 1.0}
-        if self.through_host:
-            collective |= {
-                "up": self.bus / machine.up,
-                "down": self.bus / machine.down,
-                "host": 2 * self.bus / machine.host,
-            }
+        collective = {"collectives": 1.0, **{name: share for name, share in self.shares(ranks).items() if share}}
         return Sharing(
             {
                 "up": {"up": 1.0, "host": machine.up / machine.host},
@@ -69,6 +72,23 @@ class System:
                 COLLECTIVE: collective,
             }
         )
+
+
+NVLINKS = {"A100": 300 * GB, "Hopper": 450 * GB}
+"""Bytes a second each way of a card's NVLinks together (https://www.nvidia.com/en-us/data-center/nvlink/)."""
+
+
+def system_of(machine: Machine, card: Card | None) -> System:
+    """Several cards of one kind in a host.
+
+    Args:
+        machine: one of them, with the host's memory to itself.
+        card: its row of the table; None for one that is not there, whose collectives go through the host.
+    """
+    link = None if card is None else NVLINKS.get(kind_of(card))
+    if link is None:
+        return System(machine.name, machine, THROUGH_HOST * machine.up, True)
+    return System(machine.name, machine, NVLINK * link, False)
 
 
 _RTX4090 = dataclasses.replace(MACHINES["rtx4090"], name="RTX 4090, 8 channels of DDR4-3200", host=204.8 * GB * 0.75)

@@ -17,9 +17,16 @@ LANES = {3: 0.985 * GB, 4: 1.969 * GB, 5: 3.938 * GB}
 DESKTOP, SERVER = 51.2 * GB, 307.2 * GB
 """Of the host's memory where nobody tells: two channels of DDR4-3200, eight of DDR5-4800."""
 
+WORKSTATION, TWO_SOCKETS = 204.8 * GB, 614.4 * GB
+"""The same of a host of several cards: eight channels of DDR4-3200, twice eight of DDR5-4800."""
+
 PACKED_BYTES = {"packed int8 split": 16.06, "packed int8 split24": 14.06, "packed bf16 split": 20.0,
                 "packed fp32 split": 28.0}  # fmt: skip
 """Host memory that the update of a bf16 parameter reads and writes, in bytes: gradient once, the rest twice."""
+
+
+IN_SERVERS = ("A100", "Hopper")
+"""Kinds of cards that come in servers, and with NVLink."""
 
 
 def kind_of(card: Card) -> str:
@@ -30,7 +37,7 @@ def kind_of(card: Card) -> str:
     raise LookupError(card.name)
 
 
-def machine_of_card(card: Card, *, ram_bandwidth: float | None = None, fp32: bool = False) -> Machine:
+def machine_of_card(card: Card, *, ram_bandwidth: float | None = None, fp32: bool = False, cards: int = 1) -> Machine:
     """A card in a host.
 
     Args:
@@ -38,11 +45,13 @@ def machine_of_card(card: Card, *, ram_bandwidth: float | None = None, fp32: boo
         ram_bandwidth: of the host's memory as its modules are sold, bytes per second; None: a desktop's, or a server's
             for a card of a data centre.
         fp32: products are in fp32, not bf16.
+        cards: that the host has.
     """
     kind = kind_of(card)
     generation, lanes = card.link
     link = LINK * LANES[generation] * lanes
-    host = ram_bandwidth or (SERVER if kind in ("A100", "Hopper") else DESKTOP)
+    assumed = (SERVER, TWO_SOCKETS) if kind in IN_SERVERS else (DESKTOP, WORKSTATION)
+    host = ram_bandwidth or assumed[cards > 1]
     flops = SHARES[kind][1] * card.flops / (FP32[kind] if fp32 else 1.0)
     return Machine(card.name, flops, link, link, MEMORY * card.bandwidth * GB, HOST * host, PIN, LAUNCH)
 

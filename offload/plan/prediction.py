@@ -140,7 +140,7 @@ def _predict(whole: Workload, machine: Machine, settings: Settings) -> Predictio
         compute = settings.micro_batches * compute_seconds(load, machine)
         update = load.parameters * (settings.state_bytes * 2 + 3 * load.dtype.itemsize) / machine.device
         busy = {COMPUTE: compute, GPU_UPDATE: update}
-        return _prediction(compute + update, tokens, compute, busy, None)
+        return prediction_of(compute + update, tokens, compute, busy, None)
     if settings.strategy != "resident":
         load = _shallow(whole, settings.in_flight_gib)
         room = int(settings.room * load.parameters / whole.parameters)
@@ -161,7 +161,7 @@ def _predict(whole: Workload, machine: Machine, settings: Settings) -> Predictio
     if load.layers != whole.layers:
         times = whole.layers / load.layers
         step, compute, busy = times * step, times * compute, {name: times * worked for name, worked in busy.items()}
-    found = _prediction(step, tokens, compute, busy, result)
+    found = prediction_of(step, tokens, compute, busy, result)
     if settings.strategy != "auto":
         return found
     return dataclasses.replace(
@@ -188,9 +188,11 @@ def _shallow(load: Workload, in_flight_gib: float) -> Workload:
     )
 
 
-def _prediction(
-    step: float, tokens: int, compute: float, busy: Mapping[str, float], result: Result | None
+def prediction_of(
+    step: float, tokens: int, compute: float, busy: Mapping[str, float], result: Result | None = None
 ) -> Prediction:
+    """A step of so many seconds and tokens, of which forward and backward compute for some; arguments as attributes of
+    :class:`Prediction`."""
     exposed = max(0.0, step - compute)
     others = {name: worked for name, worked in busy.items() if name != COMPUTE}
     waits = exposed > EXPOSED * step and others
@@ -209,7 +211,7 @@ def predict_on_cpu(work: Work, costs: Costs, *, micro_batches: int, update: floa
     """
     compute = micro_batches * costs.seconds(work.total)
     step = compute + update + STEP_SECONDS
-    return _prediction(step, micro_batches * work.tokens, compute, {COMPUTE: compute, CPU_UPDATE: update}, None)
+    return prediction_of(step, micro_batches * work.tokens, compute, {COMPUTE: compute, CPU_UPDATE: update}, None)
 
 
 def compute_seconds(load: Workload, machine: Machine) -> float:
@@ -245,7 +247,7 @@ def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
         away = 1 - min(1.0, settings.room / states)  # of all parameters, whose states are not on the device
         over_link = (1 - share) * states + share * elements * width
         of_host = 2 * states + share * 5 * elements * width
-        on_cpu = share * _cpu_bytes(width, settings) * elements
+        on_cpu = share * cpu_bytes(width, settings) * elements
         work = away * max(over_link / link, of_host / machine.shared, on_cpu / machine.host)
     else:
         work = max(elements * width / link, (2 * states + 5 * elements * width) / machine.host)
@@ -258,7 +260,7 @@ def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
     return compute + max(0.0, work - forward)
 
 
-def _cpu_bytes(itemsize: int, settings: Settings) -> float:
+def cpu_bytes(itemsize: int, settings: Settings) -> float:
     """Of host memory that the CPU's update of a parameter reads and writes: its gradient once for its norm and once for
     the update, the rest twice."""
     return 2 * settings.state_bytes + 4 * itemsize
@@ -274,7 +276,7 @@ def share_of_cpu(itemsize: int, machine: Machine, settings: Settings) -> float:
     """
     if not settings.cpu_may_help:
         return 0.0
-    speeds = Speeds(machine.up, machine.down, machine.host / _cpu_bytes(itemsize, settings), machine.shared)
+    speeds = Speeds(machine.up, machine.down, machine.host / cpu_bytes(itemsize, settings), machine.shared)
     return host_share(settings.state_bytes, itemsize, speeds)
 
 
@@ -300,7 +302,7 @@ def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
     if settings.strategy == "auto":
         helps = share_of_cpu(load.dtype.itemsize, machine, settings) > 0
         steps = (steps[0] + (DECIDED_WITH_CPU if helps else DECIDED) - 1, steps[1])
-        speeds = speeds_of(machine, load, cpu_bytes=_cpu_bytes(load.dtype.itemsize, settings))
+        speeds = speeds_of(machine, load, cpu_bytes=cpu_bytes(load.dtype.itemsize, settings))
         optimizer["speeds"] = speeds if helps else dataclasses.replace(speeds, cpu=NEVER)
         room = settings.room
     return replay(machine, load, steps=steps, shares_host_memory=True, room=room, is_checked=False, **optimizer)

@@ -103,11 +103,13 @@ class Planner:
             warnings.simplefilter("ignore")
             return self._plan(settings, device, dtype, sharding or Sharding(1), traced=True)
 
-    def least(self, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> Plan:
-        """What a run takes beside its activations, on one rank: nothing is traced for it. Raises as :meth:`plan`."""
+    def least(
+        self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, *, sharding: Sharding | None = None
+    ) -> Plan:
+        """What a run takes beside its activations: nothing is traced for it. Arguments and errors as :meth:`plan`."""
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            return self._plan(settings, device, dtype, Sharding(1), traced=False)
+            return self._plan(settings, device, dtype, sharding or Sharding(1), traced=False)
 
     @functools.cached_property
     def _base(self) -> int:

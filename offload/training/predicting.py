@@ -16,15 +16,17 @@ from offload.metrics.this_machine import costs_here, machine_here
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan import prediction
-from offload.plan.budget import DEVICE, STATES
+from offload.plan.budget import DEVICE, STATES, Sharding
 from offload.plan.calibration import Costs
+from offload.plan.collectives import System
 from offload.plan.efficiency import FUSED
 from offload.plan.machines import PACKED_BYTES
 from offload.plan.prediction import Prediction, predict
+from offload.plan.ranks import Exchange, predict_ranks
 from offload.plan.work import Amount, Work, count
 from offload.plan.workload import Machine, Workload
 from offload.training.budgeting import Plan, Planner
-from offload.training.placement import NOTHING_KNOWN, Room, for_auto, is_auto, kind_of_update
+from offload.training.placement import NOTHING_KNOWN, Room, for_auto, is_auto, kind_of_update, left_over
 from offload.training.settings import TrainSettings
 from offload.training.tracing import TRACED, layers_of, shortened
 
@@ -115,6 +117,50 @@ class Predictor:
             update += 3 * plan.trained * dtype.itemsize / rates["host_copy"]
         micro_batches = settings.gradient_accumulation_steps
         return prediction.predict_on_cpu(work, costs, micro_batches=micro_batches, update=update)
+
+    def predict_ranks(
+        self,
+        settings: TrainSettings,
+        plan: Plan,
+        system: System,
+        sharding: Sharding,
+        dtype: torch.dtype,
+        room: Room = NOTHING_KNOWN,
+    ) -> Prediction:
+        """The steady state of several processes on one host.
+
+        Args:
+            settings: of the run.
+            plan: the memory of one of them.
+            system: its cards.
+            sharding: among the processes.
+            dtype: of the parameters.
+            room: of one process, for strategy ``auto``.
+        """
+        when = schedule(settings, plan)
+        when = dataclasses.replace(when, state_bytes=sharding.ranks * when.state_bytes)
+        if is_auto(settings.optimizer):
+            when = dataclasses.replace(when, room=left_over(settings.optimizer, plan, room))
+        parts, packed = self._planner.model_of(settings, dtype)
+        layers = [_elements(layer) for layer in layers_of(parts.module)]
+        whole = _elements(parts.module)
+        embedding = sum(map(_elements, parts.blocks())) - sum(layers)
+        nbytes = dtype.itemsize * (whole - packed.elements) + packed.nbytes * packed.elements
+        exchange = Exchange(
+            sharding.ranks,
+            sum(layers) + embedding,
+            whole - sum(layers) - embedding,
+            embedding + (layers[0] if layers else 0),
+            plan.trained,
+            nbytes / whole,
+            sharding.reduce_itemsize,
+            sharding.resharding,
+        )
+        found = predict_ranks(self.workload(settings, plan, system.machine, dtype), system, exchange, when)
+        if when.strategy != "auto" or not when.state_bytes:
+            return found
+        share = min(1.0, when.room * sharding.ranks / (when.state_bytes * plan.trained))
+        return dataclasses.replace(found, placed={"resident": share, "stream": 1 - share})
 
     def estimate(
         self,
@@ -219,6 +265,10 @@ def schedule(settings: TrainSettings, plan: Plan) -> prediction.Settings:
         offloaded=1.0 - on_device / total if total else 1.0,
         micro_batches=micro_batches,
     )
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _trained(module: nn.Module) -> list[int]:

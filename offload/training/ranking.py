@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import yaml
@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from offload.device import DTYPES
 from offload.errors import UserError
 from offload.plan.prediction import Prediction
+from offload.plan.work import Work
 from offload.plan.workload import Machine
-from offload.training.budgeting import Plan, Planner
+from offload.training.budgeting import Plan
 from offload.training.placement import Room, placed
-from offload.training.predicting import Predictor
 from offload.training.settings import TrainSettings
 
 ALIKE = 0.01
@@ -58,6 +58,29 @@ class _Candidate:
     speed: float
 
 
+class OfMemory(Protocol):
+    """Tells the memory of settings, as :class:`offload.training.budgeting.Planner` does."""
+
+    def plan(self, settings: Any, device: torch.device, dtype: torch.dtype) -> Plan:
+        """With its activations; raises UserError where they do not go together."""
+
+    def least(self, settings: Any, device: torch.device, dtype: torch.dtype) -> Plan:
+        """Without them."""
+
+
+class OfSpeed(Protocol):
+    """Tells the speed of settings, as :class:`offload.training.predicting.Predictor` does."""
+
+    def predict(self, settings: Any, plan: Plan, machine: Machine, dtype: torch.dtype, room: Room) -> Prediction:
+        """The steady state."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Machine, dtype: torch.dtype, room: Room) -> float:
+        """Tokens per second."""
+
+    def work(self, settings: Any, plan: Plan, dtype: torch.dtype, *, on_gpu: bool) -> Work:
+        """Of a micro-batch."""
+
+
 class Ranking:
     """Searches settings near a run's for those that fit and are fast.
 
@@ -69,18 +92,21 @@ class Ranking:
         device: where they train, an accelerator.
         limits: bytes of the device and of the host; None for what is not known.
         allowed: whether a run would take overrides.
+        beside: other overrides, each of which is tried with all else.
     """
 
     def __init__(
         self,
         settings: TrainSettings,
-        planner: Planner,
-        predictor: Predictor,
+        planner: OfMemory,
+        predictor: OfSpeed,
         machine: Machine,
         device: torch.device,
         limits: tuple[int | None, int | None],
         allowed: Callable[[Changes], bool],
+        beside: Sequence[Changes] = ((),),
     ) -> None:
+        self._beside = beside
         self._settings, self._planner, self._predictor = settings, planner, predictor
         self._machine, self._device, self._limits, self._allowed = machine, device, limits, allowed
         self._dtype = DTYPES[settings.dtype]
@@ -156,8 +182,9 @@ class Ranking:
         batch = self._settings.batch_size
         batches = sorted({max(1, batch >> shift) for shift in range(5)} | {2 * batch, 4 * batch}, reverse=True)
         recomputes = self._settings.enable_activation_checkpointing
-        for size, recompute in itertools.product(batches, (recomputes, not recomputes)):
+        for size, recompute, beside in itertools.product(batches, (recomputes, not recomputes), self._beside):
             yield (
+                *beside,
                 *((f"batch_size={size}",) if size != batch else ()),
                 *((f"enable_activation_checkpointing={recompute}",) if recompute != recomputes else ()),
             )

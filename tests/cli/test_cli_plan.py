@@ -156,6 +156,27 @@ def test_processes_share_what_a_run_takes(capsys: pytest.CaptureFixture[str]) ->
     assert "each of 4 processes" in (out := capsys.readouterr().out) and ", 2 replicas: " in out
 
 
+def test_processes_of_a_known_card_have_a_speed_and_a_ranked_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line is to be pasted, fits and is as fast as it says; a tiny model's work is not quite in proportion to its
+    tokens."""
+    words = ["--config", "tiny_llama_offload_distributed", "--gpu", "RTX 3060", "--ram", "64GiB",
+             "--nproc_per_node", "4"]  # fmt: skip
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    speed = re.search(r"^speed: ([\d,]+) tok/s of all 4 processes; 2,048 tokens, a step", told, re.M)
+    assert speed and "collectives at 18 GB/s through the host" in told and "154 GB/s of host memory assumed" in told
+    rows = [line.split(maxsplit=3) for line in told.partition("GPU    host  GiB\n")[2].splitlines()]
+    speeds = [int(row[0].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] > int(speed[1].replace(",", ""))
+    assert main(["plan", *words, *rows[0][3].split()]) == 0
+    again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
+    assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.03)
+    assert main(["plan", *words, "optimizer.strategy=auto", "--nnodes", "2"]) == 0
+    assert "speed: of several hosts it is not told" in capsys.readouterr().out
+    assert main(["plan", *words, "optimizer.strategy=auto"]) == 0
+    assert re.search(r"^auto: of the optimizer's states .* \(100%\) rest on the GPU$", capsys.readouterr().out, re.M)
+
+
 def test_a_dry_run_knows_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["full_finetune_distributed", "--config", "tiny_llama_offload_distributed", "device=cpu", "--dry-run"]
     assert main(["run", "--nproc_per_node", "2", *words]) == 0

@@ -129,4 +129,4 @@ def test_a_run_goes_by_the_speeds_that_were_measured_here(tmp_path: Path, monkey
     assert measured_speeds(SECTION, cuda, bf16) == {}
     # The optimizer of a section takes them beside it.
     params = [torch.nn.Parameter(torch.zeros(8, dtype=bf16))]
-    assert instantiate(OmegaConf.create(SECTION), params, **given)._speeds == given["speeds"]
+    assert instantiate(OmegaConf.create(SECTION), params, **given)._wishes.speeds == given["speeds"]

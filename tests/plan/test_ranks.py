@@ -1,0 +1,113 @@
+"""Steps of several ranks in closed form: beside the recorded replays, and where a sum can be done by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import distributed_timelines
+import pytest
+
+from offload.plan.cards import find_card
+from offload.plan.collectives import SYSTEMS, THROUGH_HOST, System, system_of
+from offload.plan.machines import TWO_SOCKETS, WORKSTATION, machine_of_card
+from offload.plan.prediction import COMPUTE, CPU_UPDATE, DOWN, UP, Settings
+from offload.plan.ranks import COLLECTIVES, HOST, Exchange, predict_ranks
+from offload.plan.workload import GB, Machine, Passes, Workload
+
+ROOT = Path(__file__).parents[2]
+BOUND = 0.1
+"""Of a recorded step."""
+
+LAYERS, ELEMENTS = 8, 2**26
+LOAD = Workload(LAYERS, (ELEMENTS,), tokens=1024, passes=Passes((0.1, 0.2), (0.0, 0.0)), recompute=False)
+FORWARD, BACKWARD = 0.1 * LAYERS, 0.2 * LAYERS
+FAST = 1e18
+EXCHANGE = Exchange(4, LAYERS * ELEMENTS, 0, ELEMENTS, LAYERS * ELEMENTS)
+
+
+def system(*, link: float = FAST, host: float = FAST, bus: float = FAST, through_host: bool = False) -> System:
+    return System("", Machine("", FAST, link, link, FAST, host), bus, through_host)
+
+
+@pytest.fixture(scope="module")
+def record() -> Any:
+    return json.loads(distributed_timelines.RECORD.read_text(encoding="utf-8"))
+
+
+def test_every_recorded_step_is_told_within_the_bound(record: Any) -> None:
+    told = [row for row in record["rows"] if row["update"] in distributed_timelines.CLOSED]
+    assert len(told) == 2 * 3 * 12
+    for row in told:
+        fields = {name: row[name] for name in distributed_timelines.FIELDS}
+        found = distributed_timelines.closed_form(distributed_timelines.Row(**fields), row["system"], row["ranks"])
+        assert 1e3 * found == pytest.approx(row["step_ms"], rel=BOUND), row
+        assert row["closed_ms"] == pytest.approx(1e3 * found, abs=0.1)
+
+
+def test_the_page_has_the_recorded_table(record: Any) -> None:
+    script = distributed_timelines
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    assert script.BEGIN_CLOSED + script.closed_table(record) + script.END in page
+
+
+def test_one_that_nothing_holds_up_computes() -> None:
+    found = predict_ranks(LOAD, system(), EXCHANGE, Settings("stream", 4.0, update_in_backward=True, micro_batches=3))
+    assert found.step_seconds == pytest.approx(3 * (FORWARD + BACKWARD)) and found.bottleneck == COMPUTE
+    assert found.tokens_per_second == pytest.approx(3 * 4 * 1024 / found.step_seconds)
+
+
+@pytest.mark.parametrize(("resharding", "gathers"), [(True, 6), (False, 1), (2, 3 + 3 * 2 / 3)])
+def test_a_slow_bus_moves_what_is_gathered_and_reduced(resharding: bool | int, gathers: float) -> None:
+    """Of three micro-batches: three quarters of the weights each time, or a half where they are kept between two."""
+    bus = 1 * GB
+    exchange = dataclasses.replace(EXCHANGE, resharding=resharding)
+    settings = Settings("resident", 4.0, micro_batches=3)
+    found = predict_ranks(LOAD, system(bus=bus), exchange, settings)
+    weights = LAYERS * ELEMENTS * 2 * 3 / 4 / bus
+    assert found.busy[COLLECTIVES] == pytest.approx(gathers * weights + 3 * 2 * weights)
+    assert found.bottleneck == COLLECTIVES and found.step_seconds >= found.busy[COLLECTIVES]
+
+
+def test_an_update_at_step_has_the_next_forward_alone() -> None:
+    link = 4.0 * LAYERS * ELEMENTS / 4 / (2 * FORWARD)
+    late, early = (predict_ranks(LOAD, system(link=link), EXCHANGE, Settings("stream", 4.0, update_in_backward=when))
+                   for when in (False, True))  # fmt: skip
+    assert late.step_seconds == pytest.approx(BACKWARD + 2 * FORWARD) and late.bottleneck in (UP, DOWN)
+    assert early.step_seconds == pytest.approx(FORWARD + BACKWARD)
+    assert late.busy[UP] == late.busy[DOWN] == pytest.approx(2 * FORWARD)
+
+
+def test_a_host_that_all_share_bounds_updates_on_the_cpu() -> None:
+    traffic = LAYERS * ELEMENTS / 4 * (2 * 4.0 + 4 * 2)
+    slow = system(host=4 * traffic / (2 * BACKWARD))
+    found = predict_ranks(LOAD, slow, EXCHANGE, Settings("host", 4.0, update_in_backward=True))
+    assert found.busy[CPU_UPDATE] == pytest.approx(2 * BACKWARD)
+    assert found.step_seconds == pytest.approx(found.busy[HOST]) and found.bottleneck == HOST
+
+
+def test_states_that_a_card_has_room_for_cross_no_link() -> None:
+    settings = Settings("auto", 4.0, update_in_backward=True, room=LAYERS * ELEMENTS // 2)
+    found = predict_ranks(LOAD, system(link=GB), EXCHANGE, settings)
+    assert found.busy[UP] == pytest.approx((4.0 * LAYERS * ELEMENTS / 4 - settings.room) / GB)
+
+
+def test_gradients_that_leave_come_down_in_every_micro_batch() -> None:
+    settings = Settings("stream", 4.0, offload_gradients=True, micro_batches=3)
+    found = predict_ranks(LOAD, system(link=GB), EXCHANGE, settings)
+    part = LAYERS * ELEMENTS / 4 / GB
+    assert found.busy[DOWN] == pytest.approx((4 + 3 * 2) * part) and found.busy[UP] == pytest.approx((4 + 2) * part)
+
+
+def test_cards_of_servers_have_links_of_their_own() -> None:
+    h100 = find_card("H100")
+    served = system_of(machine_of_card(h100, cards=8), h100)
+    assert not served.through_host and served.bus == SYSTEMS["h100"].bus
+    assert machine_of_card(h100, cards=8).host / machine_of_card(h100).host == 2
+    card = find_card("RTX 4090")
+    desk = system_of(machine_of_card(card, cards=2), card)
+    assert desk.through_host and desk.bus == pytest.approx(THROUGH_HOST * desk.machine.up)
+    assert desk.machine.host == pytest.approx(0.75 * WORKSTATION) and TWO_SOCKETS > WORKSTATION
+    assert system_of(desk.machine, None).through_host

@@ -18,7 +18,7 @@ from typing import Any
 from offload.comparison.exposed import Account, UnitTime
 from offload.comparison.profiles import WORDS
 from offload.comparison.runs import AXES, Run
-from offload.comparison.table import Line, letter_of
+from offload.comparison.table import Line, letter_of, unit_of_time
 
 # More points than any screen has columns.
 MAX_POINTS = 4000
@@ -101,7 +101,7 @@ def _units(accounts: Sequence[Account | None]) -> str:
         return ""
     names = list(dict.fromkeys(name for each in known.values() for name in each.units))
     longest = max(sum(astuple(time)) for each in known.values() for time in each.units.values()) or 1.0
-    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    unit, factor = unit_of_time(max(each.step for each in known.values()))
     legend = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in WORDS.items())
     totals = "; ".join(
         f"{letter_of(index)}: {each.exposed * factor:.2f} {unit} exposed, {each.share:.1%} of a step"

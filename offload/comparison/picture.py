@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload.comparison.exposed import Account, UnitTime
 from offload.comparison.profiles import WORDS
 from offload.comparison.runs import AXES, Run
-from offload.comparison.table import PEAKS, PHASES, letter_of, step_times
+from offload.comparison.table import PEAKS, PHASES, letter_of, step_times, unit_of_time
 from offload.metrics.run_summary import summarise
 
 if TYPE_CHECKING:
@@ -105,11 +105,21 @@ def draw_several(
     figure.savefig(out, dpi=110)
 
 
+def draw_exposed(runs: Sequence[Run], accounts: Sequence[Account | None], out: Path) -> None:
+    """The exposed time of each unit alone."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
+    _units(axes, {index: each for index, each in enumerate(accounts) if each is not None})
+    figure.suptitle("\n".join(f"{letter_of(index)}  {run.label}" for index, run in enumerate(runs)), fontsize=10)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
 def _units(axes: Axes, known: dict[int, Account]) -> None:
     """For each unit a group of bars, one for each run: what was exposed, and on top of it the work."""
     names = list(dict.fromkeys(name for each in known.values() for name in each.units))
-    longest = max(each.step for each in known.values())
-    factor, unit_of_time = (1e3, "ms") if longest < 1 else (1.0, "s")
+    unit, factor = unit_of_time(max(each.step for each in known.values()))
     width = 0.8 / len(known)
     for place, (index, each) in enumerate(known.items()):
         at = [position + (place - (len(known) - 1) / 2) * width for position in range(len(names))]
@@ -125,10 +135,10 @@ def _units(axes: Axes, known: dict[int, Account]) -> None:
     is_crowded = sum(map(len, names)) > 150
     axes.set_xticks(range(0, len(names), every), names[::every], rotation=90 if is_crowded else 0, fontsize=8)
     axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylabel(f"time per unit and step ({unit_of_time})")
+    axes.set_ylabel(f"time per unit and step ({unit})")
     axes.set_axisbelow(True)
     axes.grid(alpha=0.3, axis="y")
-    totals = (f"{letter_of(index)} {each.exposed * factor:.3g} {unit_of_time} ({each.share:.1%} of a step)"
+    totals = (f"{letter_of(index)} {each.exposed * factor:.3g} {unit} ({each.share:.1%} of a step)"
               for index, each in known.items())  # fmt: skip
     axes.set_title(f"exposed time: {', '.join(totals)}", fontsize=10)
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for letters and legend

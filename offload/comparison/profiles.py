@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.comparison.exposed import Account, account
 from offload.comparison.runs import Run
-from offload.comparison.table import Line, Value
+from offload.comparison.table import Line, Value, unit_of_time
 from offload.comparison.trace import TraceError, read_trace
 
 UNITS_SHOWN = 10
@@ -64,35 +64,40 @@ def lines(found: Sequence[Account | None]) -> list[Line]:
     known = [each for each in found if each is not None]
     if not known:
         return []
-    is_short = max(each.step for each in known) < 1
-    unit, factor = ("ms", 1e3) if is_short else ("s", 1.0)
-
-    def text(value: float) -> str:
-        return f"{value * factor:.2f}"
-
+    unit, factor = unit_of_time(max(each.step for each in known))
     exposed, work = f"exposed time per step ({unit})", f"optimizer's work per step ({unit})"
 
-    def of_each(value: Callable[[Account], float | None]) -> list[Value]:
+    def of_each(value: Callable[[Account], float]) -> list[Value]:
         return [None if each is None else value(each) for each in found]
 
-    def of_unit(name: str) -> list[Value]:
-        return of_each(lambda each: each.units[name].exposed if name in each.units else None)
+    def times(key: str, names: Collection[str]) -> list[Value]:
+        return of_each(
+            lambda each: factor * sum(getattr(each.units[name], key) for name in names if name in each.units)
+        )
 
+    def of_unit(name: str) -> list[Value]:
+        return [
+            value if each and name in each.units else None
+            for each, value in zip(found, times("exposed", [name]), strict=True)
+        ]
+
+    names = by_exposure(known)
     rows = [
-        Line(exposed, "total", of_each(lambda each: each.exposed), text, ratio=True),
+        Line(exposed, "total", times("exposed", names), _text, ratio=True),
         Line(exposed, "  share of the step", of_each(lambda each: each.share), lambda value: f"{value:.1%}"),
     ]
-    names = by_exposure(known)
-    rows += [Line(exposed, f"  {name}", of_unit(name), text) for name in names[:UNITS_SHOWN]]
+    rows += [Line(exposed, f"  {name}", of_unit(name), _text) for name in names[:UNITS_SHOWN]]
     if rest := names[UNITS_SHOWN:]:
-        others = of_each(lambda each: sum(each.units[name].exposed for name in rest if name in each.units))
-        rows.append(Line(exposed, f"  {len(rest)} other units", others, text))
+        rows.append(Line(exposed, f"  {len(rest)} other units", times("exposed", rest), _text))
     for key in ("update", "up", "down"):
-        totals = of_each(lambda each, key=key: sum(getattr(unit, key) for unit in each.units.values()))  # type: ignore[misc]
-        if any(totals):
-            rows.append(Line(work, WORDS[key], totals, text, ratio=True))
+        if any(times(key, names)):
+            rows.append(Line(work, WORDS[key], times(key, names), _text, ratio=True))
     rows.append(Line(work, "steps in the trace", of_each(lambda each: each.steps)))
     return rows
+
+
+def _text(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def by_exposure(known: Sequence[Account]) -> list[str]:

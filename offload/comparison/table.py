@@ -26,6 +26,8 @@ LONGEST = 40
 Value = float | str | None
 
 PHASES = {"data": "data", "forward_backward": "forward, backward", "optimizer": "optimizer", "rest": "rest"}
+TIME: dict[str, Callable[[float], str]] = {"ms": lambda value: f"{value:.1f}", "s": lambda value: f"{value:.2f}"}
+"""How times of a step are written, by their unit."""
 PEAKS = {
     "device_peak_active_gib": "device, active",
     "device_peak_allocated_gib": "device, allocated",
@@ -70,10 +72,8 @@ def lines(runs: Sequence[Run]) -> list[Line]:
     summaries = [summarise(run.rows) for run in runs]
     steps = [step_times(run) for run in runs]
     common = _common_tokens(runs)
-    # Each step alone takes fractions of a second on the tiny models and minutes on large ones.
-    longest = max((step["whole"] for step in steps if step), default=1.0)
-    seconds = _milliseconds if longest < 1 else _seconds
-    unit = "ms" if longest < 1 else "s"
+    unit, factor = unit_of_time(max((step["whole"] for step in steps if step), default=1.0))
+    steps = [{phase: factor * seconds for phase, seconds in step.items()} for step in steps]
 
     def per_run(name: str) -> list[Value]:
         return [summary.get(name) for summary in summaries]
@@ -87,13 +87,14 @@ def lines(runs: Sequence[Run]) -> list[Line]:
         Line("speed", "  half of the lines", [_quartiles(run) for run in runs]),
         Line("speed", "trained tokens per second", per_run("trained_tokens_per_second"), ratio=True),
         Line("speed", "model FLOPS utilisation", per_run("mfu"), lambda value: f"{value:.1%}"),
-        Line(f"time of a step ({unit})", "whole", [step.get("whole") for step in steps], seconds, ratio=True),
+        Line(f"time of a step ({unit})", "whole", [step.get("whole") for step in steps], TIME[unit], ratio=True),
         *(
-            Line(f"time of a step ({unit})", f"  {words}", [step.get(phase) for step in steps], seconds)
+            Line(f"time of a step ({unit})", f"  {words}", [step.get(phase) for step in steps], TIME[unit])
             for phase, words in PHASES.items()
         ),
         Line("beside training", "evaluations", per_run("seconds_evaluation"), duration),
         Line("beside training", "checkpoints", per_run("seconds_checkpoint"), duration),
+        Line("beside training", "profiler", per_run("seconds_profile"), duration),
         *(
             Line("peak memory (GiB)", words, per_run(key), lambda value: f"{value:.2f}", ratio=True)
             for key, words in PEAKS.items()
@@ -242,9 +243,7 @@ def _loss(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value * 1000:.1f}"
+def unit_of_time(longest: float) -> tuple[str, float]:
+    """What times of a step are told in, and how many of it are a second: a step takes fractions of a second on the
+    tiny models and minutes on large ones."""
+    return ("ms", 1e3) if longest < 1 else ("s", 1.0)

@@ -113,15 +113,17 @@ class StepTimer:
     """
 
     PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "evaluation")
+    # Of a run that is profiled; told where it took time.
+    OCCASIONAL = ("profile",)
     # Not training: excluded from the time that tokens per second are taken over.
-    EXCLUDED = ("checkpoint", "evaluation")
+    EXCLUDED = ("checkpoint", "evaluation", "profile")
 
     def __init__(self, device: torch.device | str = "cpu", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._marks = marks_for(torch.device(device), clock)
         self.totals: dict[str, float] = dict.fromkeys(self.PHASES, 0.0)
         """Seconds per phase since construction, in what was read."""
         self.training_seconds = 0.0
-        """Wall time of the interval that was read last, without checkpoints and evaluations."""
+        """Wall time of the interval that was read last, without what is :attr:`EXCLUDED`."""
         self._open: list[tuple[str, Any]] = []
         self._phases: list[tuple[str, Any, Any]] = []
         self._begin = self._marks.mark()
@@ -134,8 +136,9 @@ class StepTimer:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Charges the time of the ``with`` block to ``phase`` (one of :attr:`PHASES`)."""
-        assert phase in self.totals, f"unknown phase {phase!r}; phases are {', '.join(self.PHASES)}"
+        """Charges the time of the ``with`` block to ``phase`` (one of :attr:`PHASES` or :attr:`OCCASIONAL`)."""
+        phases = (*self.PHASES, *self.OCCASIONAL)
+        assert phase in phases, f"unknown phase {phase!r}; phases are {', '.join(phases)}"
         now = self._marks.mark()
         if self._open:
             outer, since = self._open[-1]
@@ -162,18 +165,19 @@ class StepTimer:
         return lap
 
     def read(self, lap: Lap) -> dict[str, float]:
-        """``{"time/<phase>": seconds}`` of an interval, every phase; waits until the device has come to its end.
+        """``{"time/<phase>": seconds}`` of an interval, each of :attr:`PHASES` and what else took time; waits until the
+        device has come to its end.
 
-        :attr:`training_seconds` holds the interval's wall time without checkpoints and evaluations afterwards.
+        :attr:`training_seconds` holds the interval's wall time without what is :attr:`EXCLUDED` afterwards.
         """
         self._marks.wait(lap.end)
         seconds = dict.fromkeys(self.PHASES, 0.0)
         for phase, begin, end in lap.phases:
-            seconds[phase] += self._marks.between(begin, end)
+            seconds[phase] = seconds.get(phase, 0.0) + self._marks.between(begin, end)
         for phase, spent in seconds.items():
-            self.totals[phase] += spent
+            self.totals[phase] = self.totals.get(phase, 0.0) + spent
         wall = self._marks.between(lap.begin, lap.end)
-        self.training_seconds = max(0.0, wall - sum(seconds[phase] for phase in self.EXCLUDED))
+        self.training_seconds = max(0.0, wall - sum(seconds.get(phase, 0.0) for phase in self.EXCLUDED))
         return {f"time/{phase}": spent for phase, spent in seconds.items()}
 
 

@@ -611,7 +611,8 @@ class FinetuneRecipe:
             with reporter.timer("checkpoint"):
                 self.save()
         if self.profiler is not None:
-            self.profiler.step()
+            with reporter.timer("profile"):  # a trace takes longer to write than a step to train
+                self.profiler.step()
         return interrupted or self.best.is_exhausted
 
     def _undo_step(self) -> None:

@@ -36,6 +36,13 @@ def test_the_time_of_a_step_is_taken_apart(write) -> None:
     assert times["rest"] == pytest.approx(times["whole"] - 0.01 - (0.5 / 2 + 0.5 / 3) / 2)
 
 
+def test_numbers_are_in_the_unit_that_their_heading_names(write) -> None:
+    runs = read_runs([write("a", "A", [3, 2, 1], rate=1000.0)])
+    found = by_name(table.lines(runs))
+    assert found["time of a step (ms)", "whole"] == [pytest.approx(1000 * (100 / 2000 + 100 / 3000) / 2)]
+    assert found["time of a step (ms)", "data"] == [pytest.approx(10.0)]
+
+
 def test_losses_are_compared_at_as_many_tokens_as_every_run_has_seen(write) -> None:
     long, short = write("a", "A", [9, 8, 7, 6, 1, 0.5]), write("b", "B", [9, 7, 5, 3])
     found = by_name(table.lines(read_runs([long, short])))

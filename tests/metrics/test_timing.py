@@ -60,6 +60,20 @@ def test_phases_are_timed_and_checkpoints_and_evaluations_are_no_training_time()
     }
 
 
+def test_a_trace_that_is_written_is_no_training_time_and_told_only_where_it_was() -> None:
+    clock = Clock()
+    timer = StepTimer("cpu", clock=clock)
+    for wrote in (False, True):
+        with timer("forward_backward"):
+            clock.sleep(4)
+        if wrote:
+            with timer("profile"):
+                clock.sleep(60)
+        times = timer.read(timer.cut())
+        assert times.get("time/profile") == (60.0 if wrote else None) and timer.training_seconds == 4.0
+    assert timer.totals["profile"] == 60.0
+
+
 def test_an_inner_phase_stops_the_clock_of_the_outer_one_also_when_it_raises() -> None:
     clock = Clock()
     timer = StepTimer("cpu", clock=clock)

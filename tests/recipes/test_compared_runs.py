@@ -35,6 +35,8 @@ def test_three_runs_beside_each_other(workspace: Any, tmp_path: Path, monkeypatc
     # Speed and its spread, what a step's time goes to, memory, losses at equal tokens, and what differs.
     assert all(rate > 0 for rate in told["speed"]["tokens per second"])
     assert all(" to " in spread for spread in told["speed"]["half of the lines"])
+    # Writing a trace is no part of a step.
+    assert all(seconds > 0 for seconds in told["beside training"]["profiler"])
     (times,) = [values for name, values in told.items() if name.startswith("time of a step")]
     for whole, *parts in zip(times["whole"], *(times[key] for key in times if key != "whole"), strict=True):
         assert whole == pytest.approx(sum(part for part in parts if part is not None))

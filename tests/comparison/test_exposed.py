@@ -220,13 +220,12 @@ def profiled(path: Path, in_backward: bool) -> Path:
 
 
 def test_a_real_trace_of_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it is exposed: the model's own work takes no time."""
+    """Most of it is exposed: the model's own work hides what comes up ahead, two of four copies at most."""
     play_device(monkeypatch, SlowLink())
     found = account(read_trace(profiled(tmp_path / "trace.json.gz", in_backward=False)))
     assert found.steps == 3 and list(found.units) == ["0", "1", "2", "3"]
-    assert all(COPY_SECONDS <= unit.up < 2 * COPY_SECONDS for unit in found.units.values())
-    assert 3.5 * COPY_SECONDS < found.exposed <= found.step
-    assert found.share > 0.8
+    assert all(unit.up >= COPY_SECONDS for unit in found.units.values())
+    assert 2 * COPY_SECONDS < found.exposed <= found.step
 
 
 def test_a_real_trace_without_a_device_of_its_own(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def load_of(run: Published, counted: dict[Any, tuple[Work, Any]]) -> Workload:
             {"enable_activation_checkpointing": recompute, "compile": False,
              "loss": {"_component_": "offload.training.loss.LinearCrossEntropyLoss", "num_output_chunks": 8}}
         )  # fmt: skip
-        few, step = shortened(model, settings, run.batch, run.length, number=2)
-        work = count(few.module, list(layers_of(few.module)), step, batch=run.batch, length=run.length,
+        few, of_few, step = shortened(model, settings, run.batch, run.length, number=2)
+        work = count(few.module, of_few, step, batch=run.batch, length=run.length,
                      fused_norms=True)  # fmt: skip
         counted[key] = work, model
     work, model = counted[key]

@@ -208,8 +208,8 @@ class Predictor:
             parts, packed = self._planner.model_of(settings, dtype)
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
-                few, step = shortened(parts, settings, plan.batch, plan.length, number=TRACED[0])
-                counted = count(few.module, list(layers_of(few.module)), step, batch=plan.batch, length=plan.length,
+                few, of_few, step = shortened(parts, settings, plan.batch, plan.length, number=TRACED[0])
+                counted = count(few.module, of_few, step, batch=plan.batch, length=plan.length,
                                 fused_norms=on_gpu)  # fmt: skip
             layers = layers_of(parts.module)
             self._shapes[key] = _Shape(

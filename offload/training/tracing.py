@@ -29,10 +29,12 @@ class _Layers:
     Attributes:
         owner: the module that has it.
         name: of the list there; empty for a model without one.
+        path: of the list in the model.
     """
 
     owner: nn.Module
     name: str
+    path: str
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -48,13 +50,13 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 
 def _layers(module: nn.Module) -> _Layers:
     lists = [
-        (sum(param.numel() for param in child.parameters()), owner, name)
-        for owner in module.modules()
+        (sum(param.numel() for param in child.parameters()), owner, name, f"{place}.{name}" if place else name)
+        for place, owner in module.named_modules()
         for name, child in owner.named_children()
         if isinstance(child, nn.ModuleList)
     ]
-    _, owner, name = max(lists, key=lambda entry: entry[0], default=(0, module, ""))
-    return _Layers(owner, name)
+    _, owner, name, path = max(lists, key=lambda entry: entry[0], default=(0, module, "", ""))
+    return _Layers(owner, name, path)
 
 
 class Tracer:
@@ -122,16 +124,16 @@ def _extrapolated(
 def _trace(
     model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, of_host: bool, number: int
 ) -> Footprint:
-    few, step = shortened(model, settings, batch, length, number=number)
-    layers = list(layers_of(few.module))
+    few, layers, step = shortened(model, settings, batch, length, number=number)
     return footprint(few.module, step, keeps_gradients=keeps, layers=layers, of_host=of_host)
 
 
 def shortened(
     model: CausalLM, settings: TrainSettings, batch: int, length: int, *, number: int
-) -> tuple[CausalLM, Callable[[], Tensor]]:
-    """A copy of the model with its first ``number`` layers alone, ready to train; and what computes its loss on
-    ``batch`` sequences of ``length`` tokens."""
+) -> tuple[CausalLM, list[nn.Module], Callable[[], Tensor]]:
+    """A copy of the model with its first ``number`` layers alone, ready to train; these layers, beside which another
+    list may have more parameters (a frozen tower's); and what computes its loss on ``batch`` sequences of ``length``
+    tokens."""
     layers = _layers(model.module)
     whole = layers.modules
     if layers.name:
@@ -154,7 +156,8 @@ def shortened(
         loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters, and they may have been replaced
         return loss({"tokens": ids}, ids, ids.numel())
 
-    return model, step
+    kept = model.module.get_submodule(layers.path) if layers.name else nn.ModuleList()
+    return model, list(kept.children()), step
 
 
 class _CompiledLoss(torch.autograd.Function):

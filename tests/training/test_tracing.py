@@ -75,3 +75,13 @@ def test_batches_follow_from_two_others(case: str, keeps: bool) -> None:
     traced = {batch: count(Tracer(), batch) for batch in between}
     assert between == {batch: pytest.approx(peak, rel=0.01) for batch, peak in traced.items()}
     assert all(between[batch] >= 0.9999 * traced[batch] for batch in between)  # never too little
+
+
+def test_layers_beside_a_larger_tower() -> None:
+    """Of a model for images too, whose tower has more parameters than the first layers of the text have."""
+    parts, settings, _ = described("tiny_llama_offload", ["model.num_layers=12"], adapts=False)
+    whole = parts.module.layers
+    of_a_layer = sum(param.numel() for param in whole[0].parameters())
+    parts.module.tower = torch.nn.ModuleList(torch.nn.Linear(1, of_a_layer, device="meta") for _ in range(4))
+    _, layers, _ = tracing.shortened(parts, settings, 1, 8, number=2)
+    assert [type(layer) for layer in layers] == [type(layer) for layer in whole[:2]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -75,18 +75,25 @@ def shard(
         blocks: parts of ``model``, see :meth:`offload.models.protocol.CausalLM.blocks`.
         mesh: of one dimension, or of two: replicas, and processes of each.
         reshard_after_forward: give a block's gathered weights back after its forward, and gather them again in
-            backward; False keeps them from the first forward of a step to its last backward; a number keeps them
-            divided among so many processes.
+            backward, but for an embedding's; False keeps them from the first forward of a step to its last backward; a
+            number keeps them divided among so many processes.
         reduce_dtype: in which gradients are summed; None for their own.
     """
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        if _backward_needs_no_weights(block):
+            block.set_unshard_in_backward(False)
     fully_shard(model, reshard_after_forward=False, **options)  # what FSDP2 comes to by itself, in the first forward
     for module in groups(model):
         # The loss is divided by the labels of all processes, so gradients are summed.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _backward_needs_no_weights(block: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether a block's gradient follows from what goes in alone: an embedding's, which comes from its tokens."""
+    return isinstance(block, nn.Embedding) and type(block).forward is nn.Embedding.forward and block.max_norm is None
 
 
 def groups(model: nn.Module) -> Iterator[FSDPModule]:

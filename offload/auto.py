@@ -389,7 +389,7 @@ class Auto:
         left, memory = self._left(), self._runtime.memory_left()
         if left is None or memory is None:
             return
-        self._engine.settle()
+        self._engine.settle(readers=True)
         movable = [portion for portion in self.portions() if portion.way == "stream" and self.is_free(portion)]
         room = left - SPARE * memory[1]
         without_ring = room + self._ring.staging_bytes()
@@ -432,7 +432,7 @@ class Auto:
         return True
 
     def _lower(self, nbytes: float) -> int:
-        self._engine.settle()
+        self._engine.settle(readers=True)
         freed = 0
         while self._lifted and freed < nbytes:
             freed += self.bytes_of(self._lifted[-1])
@@ -467,7 +467,7 @@ class Auto:
 
     def let_cpu_update(self, chosen: Iterable[Portion]) -> None:
         """Make these the ones that the CPU updates."""
-        self._engine.settle()
+        self._engine.settle(readers=True)
         wanted = set(chosen)
         for portion in self.portions():
             if (portion.way == "host") != (portion in wanted):

@@ -16,6 +16,7 @@ from offload.base_class import is_foreseeable, is_same_everywhere, launches_on_d
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import PartialStep, place, state_blocks
 from offload.engine.both import pipelines
+from offload.engine.copy_on_write import CopyOnWrite
 from offload.engine.engine import Engine, Schedule
 from offload.engine.forecast import Forecast, Form, forecast, kind_of
 from offload.engine.host import HostCopies
@@ -80,6 +81,7 @@ class Machinery:
         resting: what the base optimizer updates for each parameter.
         folds: whether the base optimizer takes the gradients' scale into its update.
         placement: where states rest; None where they stay with their parameters.
+        snapshots: of parameters and states.
         worker: what runs updates beside the caller's thread.
     """
 
@@ -121,6 +123,7 @@ class Machinery:
         step = PartialStep(self.base_optimizer)
         self.folds = step.folds
         self.states = States(self.base_optimizer, self.resting.of, self.placement, self.memory)
+        self.snapshots = self._snapshots(runtime, tensors_of(groups)[0].device if is_final else None)
         self._on_device, self._on_cpu, self.worker = pipelines(
             runtime,
             self.in_flight,
@@ -128,6 +131,7 @@ class Machinery:
             self.states,
             self.memory,
             self.copies,
+            self.snapshots.before_update,
             updates_on_device=wishes.strategy != "host" and not is_immediate,
             on_default=launches_on_default_stream(wishes.base_class),
             ahead=AHEAD if wishes.strategy == "auto" else 0.5,
@@ -140,6 +144,7 @@ class Machinery:
             states=self.states,
             worker=self.worker,
             copies=self.copies,
+            snapshots=self.snapshots,
             names=members.labels,
             groups=param_groups,
         )
@@ -165,6 +170,14 @@ class Machinery:
                 speeds=wishes.speeds,
                 budget=wishes.device_memory,
             )
+
+    def _snapshots(self, runtime: Runtime, device: torch.device | None) -> CopyOnWrite:
+        """Copies for snapshots are asynchronous on a device, even where updates are not."""
+        memory = self.memory
+        if runtime.shares_memory and device is not None and device.type not in ("cpu", "meta"):
+            runtime = runtime_for(device)
+            memory = HostMemory(runtime)
+        return CopyOnWrite(runtime, memory, self.states, self.copies)
 
     def _may_use_cpu(self, groups: list[dict[str, Any]]) -> bool:
         """Whether ``auto`` may come to let the CPU update some of the parameters: each is this process's alone, and

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from offload.auto import Auto, AutoPlacement
 from offload.base_class import base_class_of, is_per_parameter, needs_closure, path_of
 from offload.engine.base import step_alone
+from offload.engine.copy_on_write import Snapshot
 from offload.engine.engine import Schedule
 from offload.engine.model import weakly
 from offload.engine.norms import clip_coefficient
@@ -156,6 +157,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             device_memory=None if device_memory_gib is None else int(device_memory_gib * GIB),
             speeds=speeds,
         )
+        self._snapshot_bytes = 0
         self._check(groups)
         self._members = Members()
         self._members.add(groups, self._names_in_model())
@@ -266,6 +268,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._members.exchange(self.param_groups)
         self._build([dict(group) for group in self.param_groups], is_final=True)
         self._begin()
+        if self._snapshot_bytes:
+            self.reserve_snapshot(self._snapshot_bytes)
         self.measure_grad_norm = measures
         if saved.get("state"):
             self._load(saved)
@@ -392,7 +396,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self.owns_loaded_states:
             state_dict = unpacked(state_dict, tensors_of(self.param_groups))
         check_shapes(self.base_optimizer, state_dict, self._name_of)
-        self.synchronize()
+        machinery.engine.settle(readers=True)
         previous = machinery.base_optimizer.state
         load(machinery.base_optimizer, state_dict, on_host=machinery.placement is not None)
         machinery.adopt(previous)
@@ -553,13 +557,47 @@ class OffloadOptimizer(torch.optim.Optimizer):
         switch = getattr(self.base_optimizer, mode, None)
         if switch is None:
             return
-        self.synchronize()
+        self._machinery.engine.settle(readers=True)
         self._push_groups()
         switch()
         self._pull_groups()
         copies = self._machinery.copies
         if copies is not None:
             self._machinery.engine.upload(copies.known(tensors_of(self.param_groups)), copies)
+
+    # Snapshots
+
+    def reserve_snapshot(self, nbytes: int) -> None:
+        """Page-lock host memory for :meth:`snapshot`, before the first step.
+
+        Args:
+            nbytes: all that a snapshot may take, for copies of what is updated before it was read.
+
+        Raises:
+            UserError: the parameters are on several devices.
+        """
+        devices = {param.device for param in tensors_of(self.param_groups)}
+        if len(devices) > 1:
+            raise UserError(
+                f"enable_async_checkpointing: needs all parameters on one device, got {sorted(map(str, devices))}; set "
+                "enable_async_checkpointing=False"
+            )
+        self._snapshot_bytes = nbytes
+        self._machinery.snapshots.reserve(nbytes)
+
+    def snapshot(self) -> Snapshot:
+        """Parameters and states as they are now, to be read by another thread while training goes on.
+
+        An update of what is still to be read copies it first, or where :meth:`reserve_snapshot`'s memory is full, waits
+        until it is read. So does all else here that changes parameters or states, until the snapshot is closed.
+
+        Raises:
+            RuntimeError: nothing was reserved.
+        """
+        self._ready(begin=False)
+        self.synchronize()
+        self._machinery.states.publish()
+        return self._machinery.engine.take_snapshot()
 
     # Memory
 
@@ -570,7 +608,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def sync_from_model(self) -> None:
         """Re-read all parameters into their host copies, after they were loaded or changed elsewhere."""
         self._ready()
-        self._machinery.engine.settle()
+        self._machinery.engine.settle(readers=True)
         if self._machinery.copies is not None:
             self._machinery.copies.read()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from offload.engine.base import PartialStep
 from offload.engine.host import HostCopies, HostPipeline
@@ -62,6 +62,7 @@ def pipelines(
     states: States,
     memory: HostMemory,
     copies: HostCopies | None,
+    before_update: Callable[[Piece], None],
     *,
     updates_on_device: bool,
     on_default: bool,
@@ -76,15 +77,16 @@ def pipelines(
         states: theirs.
         memory: of the host.
         copies: of parameters that the CPU updates; None where it updates none.
+        before_update: called with what is going to be updated, with the stream current that does it.
         updates_on_device: anything is updated there.
         on_default: see :class:`StreamPipeline`.
         ahead: see :class:`HostPipeline`.
     """
     device = host = None
     if updates_on_device:
-        device = StreamPipeline(runtime, in_flight, step, states, on_default=on_default)
+        device = StreamPipeline(runtime, in_flight, step, states, before_update, on_default=on_default)
     if copies is not None:
         # Each thread steps an instance of its own.
         own = step.apart() if updates_on_device else step
-        host = HostPipeline(runtime, in_flight, own, states, copies, memory, ahead=ahead)
+        host = HostPipeline(runtime, in_flight, own, states, copies, memory, before_update, ahead=ahead)
     return device, host, Both(device, host) if device is not None and host is not None else device or host

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.accumulation import HostGradients
 from offload.engine.base import Hyperparameters, PartialStep, Snapshots, scaled_gradients
 from offload.engine.both import Both
+from offload.engine.copy_on_write import CopyOnWrite, Snapshot
 from offload.engine.fsdp import VERSIONS, AllGatherWaits, difference
 from offload.engine.gradients import TakenGradient
 from offload.engine.host import HostCopies
@@ -94,6 +95,7 @@ class Engine:
         states: where the base optimizer's states are.
         worker: carries updates out beside this thread; None to do them at once.
         copies: host copies of the parameters that the CPU updates, where the device has a memory of its own.
+        snapshots: keep what is read beside training before it is updated.
         names: what messages call each parameter.
         groups: the caller's parameter groups as they are now.
     """
@@ -108,6 +110,7 @@ class Engine:
         states: States,
         worker: Pipeline | Both | None,
         copies: HostCopies | None,
+        snapshots: CopyOnWrite,
         names: dict[Tensor, str],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
@@ -118,6 +121,8 @@ class Engine:
         self._states = states
         self._worker = worker
         self._copies = copies
+        self._kept = snapshots
+        self._expected: list[Piece] = []
         self.gradients: HostGradients | None = None
         self._names = names
         self._groups = groups
@@ -419,6 +424,7 @@ class Engine:
             )
 
     def _update_now(self, job: Job) -> None:
+        self._kept.before_update(job.piece)
         gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices}
         with traced(mark("update", job.piece.name)):
             self._states.update(
@@ -454,15 +460,17 @@ class Engine:
             # The last gradients of backward belong to what the next forward needs first.
             for rank, piece in enumerate(sorted(pieces, key=lambda piece: -came.get(piece, -1))):
                 piece.rank = rank
+        in_backward = self._schedule.update_in_backward and came
+        self._expected = list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank)
         if self._worker is not None:
-            in_backward = self._schedule.update_in_backward and came
-            self._worker.expect(list(last.order) if in_backward else sorted(pieces, key=lambda piece: piece.rank))
+            self._worker.expect(self._expected)
 
     @contextmanager
     def gradients_in_place(self, base: torch.optim.Optimizer, parts: LocalParameters) -> Iterator[None]:
         """Inside, what the base optimizer updates has ordinary tensors for its gradients, for a step of the whole base
         optimizer; ``parts``: of parameters that several ranks share."""
         parts.refresh()
+        self._before_all_updates()
         before = []
         for param in self._pieces:
             gradient = values = gradient_of(param)
@@ -492,6 +500,7 @@ class Engine:
     def gradients_on_host(self, base: torch.optim.Optimizer, copies: HostCopies) -> Iterator[list[nn.Parameter]]:
         """Inside, the host copies have the gradients; for a step of the whole base optimizer on the CPU."""
         self.settle()
+        self._before_all_updates()
         scale = self._take_scale()
         on_host = scale
         if scale is not None and not self._runtime.is_on_host(scale):
@@ -527,6 +536,17 @@ class Engine:
         for param in params:
             local(param).copy_(copies.of(param))
             copies.written(param)
+
+    # Snapshots
+
+    def take_snapshot(self) -> Snapshot:
+        """Parameters and states as they are now, when nothing is queued; see
+        :class:`offload.engine.copy_on_write.Snapshot`."""
+        return self._kept.take(dict.fromkeys([*self._expected, *self.pieces]))
+
+    def _before_all_updates(self) -> None:
+        for piece in self.pieces:
+            self._kept.before_update(piece)
 
     # Norms and scale
 
@@ -587,13 +607,18 @@ class Engine:
         for unit in self.units:
             self.wait(unit)
 
-    def settle(self) -> None:
-        """Block until every queued update, copy and addition is done."""
+    def settle(self, *, readers: bool = False) -> None:
+        """Block until every queued update, copy and addition is done.
+
+        ``readers``: and until nobody reads a snapshot, since parameters or states change in other ways than by updates.
+        """
         with traced(mark("wait", ALL)):
             if self.gradients is not None:
                 self.gradients.synchronize()
             if self._worker is not None:
                 self._worker.settle()
+            if readers:
+                self._kept.wait()
 
 
 def _nothing(*_: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +125,7 @@ class HostPipeline(Pipeline):
         states: where states are; they stay there.
         copies: the parameters' host copies.
         memory: for the ring of gradient buffers.
+        before_update: called with what is going to be updated, with the stream current that does it.
         ahead: of the largest piece, how many times its gradients come down ahead of their update. Half hides the
             copies; more lets gradients leave a device whose memory others need.
     """
@@ -139,6 +140,7 @@ class HostPipeline(Pipeline):
         states: States,
         copies: HostCopies,
         memory: HostMemory,
+        before_update: Callable[[Piece], None],
         *,
         ahead: float = 0.5,
     ) -> None:
@@ -147,6 +149,7 @@ class HostPipeline(Pipeline):
         self._states = states
         self._copies = copies
         self._memory = memory
+        self._before_update = before_update
         self._ahead_at_most = ahead
         self._slots = [Slot(torch.empty(0, dtype=torch.uint8)) for _ in range(SLOTS + int(ahead))]
         self._free = deque(self._slots)
@@ -218,6 +221,7 @@ class HostPipeline(Pipeline):
         self._in_flight.release(job.finished_gradients(), slot.filled, job.piece.unit.name)
         self._uploaded.get(job.piece, DONE).synchronize()
         hosts = {part: part.of(self._copies.of(part.param).detach()) for part in gradients}
+        self._before_update(job.piece)
 
         def step(entries: Sequence[Entry]) -> None:
             with self._runtime.working(mark("update", job.piece.name)):

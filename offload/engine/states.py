@@ -383,6 +383,13 @@ class States:
             move(target, source)
         self._state(part.param)[key] = rebuild(value, iter(memory))
 
+    def memory(self, part: Slice) -> Iterator[Tensor]:
+        """The plain tensors that an update of a slice changes of its states, where they rest; no scalars."""
+        for key, value in self._state(part.param).items() if self._has_state(part) else ():
+            if isinstance(value, Tensor) and value.dim():
+                has_ranges = not part.is_whole and self._has_ranges(key, value, local(part.param).shape)
+                yield from components(self._range(part, key, value) if has_ranges else value)
+
     # From one memory to another, while nothing works on them
 
     def of(self, param: nn.Parameter) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ piece comes next is decided when the link is free and not long before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,17 +59,26 @@ class StreamPipeline(Pipeline):
         in_flight: holds the device tensors that queued work uses.
         step: runs the base optimizer on part of its parameters.
         states: where states rest.
+        before_update: called with what is going to be updated, with the stream current that does it.
         on_default: the base optimizer's kernels run on the device's default stream, whichever is current.
     """
 
     name = "offload-stream"
 
     def __init__(
-        self, runtime: Runtime, in_flight: InFlight, step: PartialStep, states: States, *, on_default: bool = False
+        self,
+        runtime: Runtime,
+        in_flight: InFlight,
+        step: PartialStep,
+        states: States,
+        before_update: Callable[[Piece], None],
+        *,
+        on_default: bool = False,
     ) -> None:
         super().__init__(runtime, in_flight)
         self._step = step
         self._states = states
+        self._before_update = before_update
         self._on_default = on_default
         self._slots = [Slot() for _ in range(SLOTS)]
         self._free = deque(self._slots)
@@ -251,6 +260,7 @@ class StreamPipeline(Pipeline):
         with self._runtime.updating(mark("update", job.piece.name), on_default=self._on_default):
             self._runtime.wait(job.ready)
             self._runtime.wait(slot.filled)
+            self._before_update(job.piece)
             gradients = {part: part.of(job.gradients[part.param].values) for part in job.slices} | from_host
             created: list[tuple[Tensor, Tensor]] = []
             self._states.update(

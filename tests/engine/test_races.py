@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import offload.auto
 import offload.engine.accumulation
 import offload.engine.both
+import offload.engine.copy_on_write
 import offload.engine.engine
 import offload.engine.fsdp
 import offload.engine.gradients
@@ -58,6 +59,7 @@ MODULES = (
     offload.engine.gradients,
     offload.engine.shards,
     offload.engine.both,
+    offload.engine.copy_on_write,
     offload.auto,
     offload.optimizer,
 )
@@ -390,11 +392,14 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             lr=lr,
             **kwargs,
         )
+        if extra in SNAPSHOTS:
+            optimizer.reserve_snapshot(SNAPSHOTS[extra])
         held = optimizer._machinery.in_flight
         held.limit = BUDGET
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda _: _check_budget(held, scenario))
     seen: list[Tensor] = []
+    readers: list[Reader] = []
     for step in range(STEPS):
         model.uses_branch = "branch" in extra and step == 1
         sums: dict[nn.Parameter, Tensor] = {}
@@ -427,13 +432,17 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
             optimizer.step()
         if scenario.attached:
             seen.append(temperature * 2)
-        AFTER_STEP.get(extra, lambda *_: None)(optimizer, model, seen)
+        if extra in SNAPSHOTS and step < STEPS - 1:
+            readers.append(Reader(optimizer, model, simulator, stops=extra == "snapshot, given up" and step == 0))
+        AFTER_STEP.get(extra.partition(", then ")[2] or extra, lambda *_: None)(optimizer, model, seen)
         if grown and step == 0:
             optimizer.add_param_group({"params": grown})
         if extra == "zeroing":
             optimizer.zero_grad(set_to_none=False)
         elif extra != "keep":
             optimizer.zero_grad()
+    for reader in readers:
+        seen += reader.result()
     if extra == "close" and simulator is not None:
         running = simulator.running
         optimizer._machinery.engine.gradients.close()
@@ -449,6 +458,54 @@ def train(scenario: Scenario, simulator: Watched | None) -> list[Tensor]:
         simulator.finish()  # what was read is freed with the optimizer
     return seen
 
+
+class Reader:
+    """Reads parameters and states as they are now, beside what comes next.
+
+    Args:
+        simulator: None for a plain optimizer, of which they are copied at once.
+        stops: it gives up in the middle.
+    """
+
+    def __init__(self, optimizer: Any, model: Model, simulator: Watched | None, *, stops: bool) -> None:
+        self._read: list[Tensor] = []
+        if simulator is None:
+            self._read = [tensor.clone() for tensor in self._tensors(optimizer, model, stops)]
+            return
+        self._snapshot = optimizer.snapshot()
+        self._tensors_now = self._tensors(optimizer, model, stops=False)
+        self._count = len(self._tensors(optimizer, model, stops))
+        self._snapshot.expect(self._tensors_now)
+        self._thread = simulator.start(self._work, "reader")
+
+    @staticmethod
+    def _tensors(optimizer: Any, model: Model, stops: bool) -> list[Tensor]:
+        states = optimizer.state_dict()["state"]
+        tensors = [param.detach() for param in model.parameters()]
+        tensors += [value for _, state in sorted(states.items()) for _, value in sorted(state.items()) if value.dim()]
+        return tensors[: len(tensors) // 2] if stops else tensors
+
+    def _work(self) -> None:
+        for tensor in self._tensors_now[: self._count]:
+            with self._snapshot.reading(tensor) as values:
+                self._read.append(values.clone())
+            self._snapshot.done(tensor)
+        self._snapshot.close()
+
+    def result(self) -> list[Tensor]:
+        if hasattr(self, "_thread"):
+            self._thread.join()
+        return self._read
+
+
+SNAPSHOTS = {
+    "snapshot": 1 << 20,
+    "snapshot, little room": 1 << 10,
+    "snapshot, given up": 1 << 11,
+    "snapshot, then load": 1 << 20,
+    "snapshot, then sync": 1 << 20,
+}
+"""Bytes for copies of what is updated before it was read."""
 
 BASES: dict[str, type[torch.optim.Optimizer]] = {"whole": Whole, "sgd": torch.optim.SGD}
 
@@ -629,6 +686,7 @@ EXTRAS = [
         "unforeseen",
     ],
 ]
+EXTRAS += SNAPSHOTS
 EXTRAS.append("outside")  # step() waits for what the model does not have, and so for what was queued before it
 SPECIAL = [
     Scenario(strategy, offload_gradients=offload_gradients, attached=attached, accumulation=accumulation, extra=extra)
@@ -725,6 +783,10 @@ LIKELY = {
     "auto.py:": "move",
     "both.py:": "cpu",
     "let_cpu_update": "cpu",
+    "copy_on_write.py:": "snapshot",
+    "while part.is_open": "snapshot, little room",
+    "Engine.settle:self._kept": "snapshot, then load",
+    "OffloadOptimizer.snapshot": "snapshot",
 }
 """The kind of scenario that is tried first: saves time, decides nothing."""
 
@@ -747,6 +809,10 @@ ELSEWHERE = {
     "memory.py:HostMemory._pin:thread.join()",
     # Orders what the link does next, and no values: a test of test_in_flight.py counts pieces on their way up.
     "stream.py:StreamPipeline._stage:self._uploads.popleft().synchronize()",
+    # A reader and an update at the same memory at the same time, and room that is used again while it is copied into:
+    # test_copy_on_write.py makes both happen.
+    "copy_on_write.py:Snapshot.before_update:while part.reading: wait",
+    "copy_on_write.py:Snapshot._let_go:part.copied.synchronize()",
     # Every scenario's backward runs on one stream; test_streams.py has one on two.
     "engine.py:Engine._submit:self._runtime.wait(self._runtime.record(other))",
     # Base optimizers that step as a whole have their own scenarios, on the simulator too: tests/test_schedulefree.py.

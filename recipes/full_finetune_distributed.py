@@ -25,6 +25,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.checkpoints.beside import Beside
 from offload.checkpoints.manager import Loaded
 from offload.errors import UserError
 from offload.models.protocol import CausalLM
@@ -112,14 +113,12 @@ class FullFinetuneRecipeDistributed(DistributedFinetuneRecipe):
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
-    def save_checkpoint(self) -> Path:
-        """Save the model and all that a resume needs; returns the folder."""
+    def save_checkpoint(self) -> Path | Beside:
+        """Save the model and all that a resume needs; returns the folder, or what writes it beside training."""
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
             self.check_weights()
-            return self.checkpoints.save(
-                self.global_step, model=self.model.state_dict(), recipe_state=self.recipe_state()
-            )
+            return self.write_checkpoint(self.model.state_dict())
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.checkpoints.beside import Beside
 from offload.checkpoints.manager import Loaded
 from offload.config.loading import Component
 from offload.models.protocol import AdaptedLM
@@ -117,18 +118,16 @@ class LoRAFinetuneRecipeSingleDevice(FinetuneRecipe):
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
-    def save_checkpoint(self) -> Path:
+    def save_checkpoint(self) -> Path | Beside:
         """Save the adapter, the merged model unless it is not wanted, and all that a resume needs."""
         only_adapter = self.settings.save_adapter_weights_only
         self.synchronize_optimizer()
         with evaluation_weights(self.optimizer):
             self.check_weights()
-            return self.checkpoints.save(
-                self.global_step,
-                model=None if only_adapter else self.parts.merged_weights(),
+            return self.write_checkpoint(
+                None if only_adapter else self.parts.merged_weights(goes_on=self.settings.enable_async_checkpointing),
                 adapter=self.parts.adapter_weights(),
                 adapter_config=self.parts.adapter_config(),
-                recipe_state=self.recipe_state(),
             )
 
 

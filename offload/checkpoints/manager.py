@@ -29,10 +29,13 @@ from offload.checkpoints import folders as checkpoint_folders
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import shared_states
 from offload.checkpoints import state as state_file
+from offload.checkpoints.beside import Beside, Counted
 from offload.checkpoints.disk_space import free_bytes, size
 from offload.checkpoints.manifest import FORMAT, MANIFEST_NAME, DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.sums import checksum
 from offload.distributed.world import World, current
+from offload.engine.copy_on_write import Snapshot, Source, Unchanging
+from offload.engine.shards import is_distributed, local
 from offload.errors import UserError, first_line
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
@@ -67,6 +70,36 @@ class Loaded:
     adapter: dict[str, Tensor] | None
     recipe_state: dict[str, Any]
     step: int
+
+
+@dataclass
+class _Begun:
+    """A checkpoint that is being written.
+
+    Attributes:
+        step: as its name says.
+        final: the folder's name when it is whole.
+        temporary: until then.
+        shared: states of the optimizer that have files of their own.
+        best: a checkpoint that is kept besides the last ones.
+        needed: bytes of disk.
+        explained: what writes to the disk is called in this.
+        write_rest: writes all but weights and ``shared``; returns checksums.
+    """
+
+    step: int
+    final: Path
+    temporary: Path
+    shared: dict[str, Tensor]
+    best: Path | None
+    needed: int
+    explained: Explained
+    write_rest: Callable[[], dict[str, str]]
+
+    def give_up(self, world: World) -> None:
+        """Leave nothing of it."""
+        if world.is_main:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 class CheckpointManager:
@@ -224,55 +257,167 @@ class CheckpointManager:
             TypeError: if ``recipe_state`` holds what could not be read back.
             ValueError: if the adapter or its configuration is not one.
         """
+        world = current()
+        begun = self._begin(step, model, recipe_state, adapter, adapter_config)
+        try:
+            sums = {} if model is None else self._write_model(begun, model, world)
+            with world.together(), begun.explained():
+                shared_states.write(begun.temporary, begun.shared)
+            sums |= world.from_main(begun.explained()(begun.write_rest))
+            self._finish(begun, world, sums)
+        except BaseException:
+            begun.give_up(world)
+            raise
+        return begun.final
+
+    def save_beside(
+        self,
+        step: int,
+        *,
+        model: Mapping[str, Tensor] | None,
+        recipe_state: Mapping[str, Any],
+        snapshot: Snapshot | None,
+        world: World,
+        adapter: Mapping[str, Tensor] | None = None,
+        adapter_config: Mapping[str, Any] | None = None,
+    ) -> Beside:
+        """As :meth:`save`, but weights and states are written beside what the caller does next, the rest before this
+        returns.
+
+        Args:
+            step, model, recipe_state, adapter, adapter_config: as there.
+            snapshot: has the weights and states of now that change meanwhile; closed when all is written. States that
+                it does not hold are written before this returns, weights may not change until all is written.
+            world: the processes, which talk by a group of its own (:meth:`World.apart`).
+
+        Raises:
+            UserError, TypeError, ValueError: as there.
+        """
+        try:
+            return self._save_beside(step, model, recipe_state, adapter, adapter_config, snapshot, world)
+        except BaseException:
+            if snapshot is not None:
+                snapshot.close()
+            raise
+
+    def _save_beside(
+        self,
+        step: int,
+        model: Mapping[str, Tensor] | None,
+        recipe_state: Mapping[str, Any],
+        adapter: Mapping[str, Tensor] | None,
+        adapter_config: Mapping[str, Any] | None,
+        snapshot: Snapshot | None,
+        world: World,
+    ) -> Beside:
+        source: Source = Unchanging() if snapshot is None else snapshot
+
+        def is_apart(tensor: Tensor) -> bool:
+            return is_distributed(tensor) or (snapshot is not None and snapshot.holds(tensor))
+
+        def position(name: str) -> float:
+            assert model is not None
+            return 0.0 if snapshot is None else snapshot.position(local(model[name]))
+
+        main = current()
+        begun = self._begin(step, model, recipe_state, adapter, adapter_config, is_apart)
+        shared = dict(sorted(begun.shared.items(), key=lambda item: source.position(local(item[1]))))
+        plan: Plan | None = None
+        try:
+            sums = main.from_main(begun.explained()(begun.write_rest))
+            if model is not None:
+                plan = self._plan(begun, model, main, position)
+        except BaseException:
+            begun.give_up(main)
+            raise
+        if snapshot is not None:
+            weights = [local(model[name]) for name in plan.uses()] if model is not None and plan is not None else []
+            snapshot.expect([*weights, *map(local, shared.values())])
+        values = Counted(source)
+
+        def work() -> Path:
+            try:
+                with world.together(), begun.explained():
+                    if model is not None and plan is not None:
+                        convert = self.format.in_files
+                        write_share(begun.temporary, plan, model, convert, world=world, source=values)
+                with world.together(), begun.explained():
+                    shared_states.write_from(begun.temporary, shared, values, world)
+                self._finish(begun, world, sums)
+            except BaseException:
+                begun.give_up(world)
+                raise
+            return begun.final
+
+        return Beside(begun.final, work, values, begun.needed)
+
+    def _begin(
+        self,
+        step: int,
+        model: Mapping[str, Tensor] | None,
+        recipe_state: Mapping[str, Any],
+        adapter: Mapping[str, Tensor] | None,
+        adapter_config: Mapping[str, Any] | None,
+        is_apart: Callable[[Tensor], bool] = is_distributed,
+    ) -> _Begun:
+        """Make room and a folder for a checkpoint."""
         if model is None and adapter is None:
             raise ValueError("a checkpoint needs a model, an adapter or both")
         if adapter is not None and adapter_config is None:
             raise ValueError("adapter_config is required with adapter")
         world = current()
         world.from_main(lambda: checkpoint_folders.clean(self.output_dir))
-        recipe_state, shared = _without_shared_states(recipe_state)
+        recipe_state, shared = _without_shared_states(recipe_state, is_apart)
         adapter = None if adapter is None else {name: whole(tensor) for name, tensor in adapter.items()}
         state = _prepare_state(recipe_state, adapter)
         final = self.output_dir / f"step_{step}"
         needed = state.nbytes + _nbytes(model) + _nbytes(adapter) + _nbytes(shared) + _SPARE_BYTES
         world.from_main(lambda: self._check_space(final, needed))
-
         temporary = world.from_main(lambda: checkpoint_folders.sibling(final, "tmp"))
-        sums: dict[str, str] = {}
 
-        def write_rest() -> None:
+        def write_rest() -> dict[str, str]:
             if adapter is not None:
                 assert adapter_config is not None
                 self.format.write_adapter(temporary / ADAPTER_DIR, adapter, adapter_config)
-            sums[STATE_NAME] = _write_state(temporary / STATE_NAME, state)
+            checksum = _write_state(temporary / STATE_NAME, state)
             _allow_as_usual(temporary)
-
-        def finish() -> None:
-            self._write_manifest(temporary, step, sums)
-            checkpoint_folders.fsync_tree(temporary)
-            checkpoint_folders.publish(temporary, final)
+            return {STATE_NAME: checksum}
 
         explained = functools.partial(self._explained, final, needed)
+        begun = _Begun(step, final, temporary, shared, self.best, needed, explained, write_rest)
         try:
             world.from_main(explained()(lambda: temporary.mkdir(parents=True)))
-            if model is not None:
-                sums |= self._write_model(temporary, model, world, explained)
-            with world.together(), explained():
-                shared_states.write(temporary, shared)
-            world.from_main(explained()(write_rest))
-            if world.size > 1:
-                sums |= _sums_by_all(temporary, world, explained, without=sums)
-            world.from_main(explained()(finish))
         except BaseException:
-            if world.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
+            begun.give_up(world)
             raise
-        world.from_main(lambda: self._delete_old(final))
-        return final
+        return begun
 
-    def _write_model(
-        self, folder: Path, model: Mapping[str, Tensor], world: World, explained: Explained
-    ) -> dict[str, str]:
+    def _finish(self, begun: _Begun, world: World, sums: dict[str, str]) -> None:
+        """Give a folder that holds everything its name, and delete what is too old."""
+
+        def finish() -> None:
+            self._write_manifest(begun.temporary, begun.step, sums)
+            checkpoint_folders.fsync_tree(begun.temporary)
+            checkpoint_folders.publish(begun.temporary, begun.final)
+
+        if world.size > 1:
+            sums |= _sums_by_all(begun.temporary, world, begun.explained, without=sums)
+        world.from_main(begun.explained()(finish))
+        world.from_main(lambda: self._delete_old(begun.final, begun.best))
+
+    def _plan(
+        self, begun: _Begun, model: Mapping[str, Tensor], world: World, position: Callable[[str], float] | None = None
+    ) -> Plan:
+        """Files for a model's weights, and who writes what into them."""
+        empty = empty_like(model)
+
+        def begin() -> Plan:
+            files = self.format.begin_model(begun.temporary, empty)
+            return begin_files(begun.temporary, files, empty, self.format.in_files, position or (lambda name: 0.0))
+
+        return world.from_main(begun.explained()(begin))
+
+    def _write_model(self, begun: _Begun, model: Mapping[str, Tensor], world: World) -> dict[str, str]:
         """The model, by all processes, each its part; returns checksums that are known already."""
         sums = {}
 
@@ -280,17 +425,12 @@ class CheckpointManager:
             sums[file.name] = checksum(file)  # while it is in the page cache
 
         if world.size == 1:
-            with explained():
-                self.format.write_model(folder, model, written)
+            with begun.explained():
+                self.format.write_model(begun.temporary, model, written)
             return sums
-        empty = empty_like(model)
-
-        def begin() -> Plan:
-            return begin_files(folder, self.format.begin_model(folder, empty), empty, self.format.in_files)
-
-        plan = world.from_main(explained()(begin))
-        with world.together(), explained():
-            write_share(folder, plan, model, self.format.in_files)
+        plan = self._plan(begun, model, world)
+        with world.together(), begun.explained():
+            write_share(begun.temporary, plan, model, self.format.in_files)
         return sums
 
     @contextlib.contextmanager
@@ -320,11 +460,11 @@ class CheckpointManager:
             "(earlier checkpoints are untouched)"
         )
 
-    def _delete_old(self, newest: Path) -> None:
+    def _delete_old(self, newest: Path, best: Path | None) -> None:
         if self.keep_last_n is None:
             return
         self._damaged.discard(newest)
-        others = [path for path in whole_checkpoints(self.output_dir) if path not in (newest, self.best)]
+        others = [path for path in whole_checkpoints(self.output_dir) if path not in (newest, best)]
         others.sort(key=lambda path: path not in self._damaged)
         for path in others[: max(0, len(others) - (self.keep_last_n - 1))]:
             # This run may have started from a checkpoint that an earlier run left in the same folder.
@@ -347,12 +487,14 @@ def _write_state(path: Path, state: state_file.Prepared) -> str:
     return state_file.write({"format": FORMAT, **state.value}, path)
 
 
-def _without_shared_states(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(a recipe's state without what each rank has a part of, that)"""
+def _without_shared_states(
+    state: Mapping[str, Any], is_apart: Callable[[Tensor], bool]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(a recipe's state without the optimizer's states that are written apart, those)"""
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return dict(state), {}
-    rest, shared = shared_states.split(optimizer["state"])
+    rest, shared = shared_states.split(optimizer["state"], is_apart)
     return {**state, "optimizer": {**optimizer, "state": rest}}, shared
 
 

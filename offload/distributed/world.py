@@ -8,6 +8,7 @@ world has to make the same calls in the same order.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import socket
@@ -51,12 +52,14 @@ class World:
         size: how many there are.
         local_rank: of this one among those of its host, from 0.
         local_size: how many its host has.
+        group: of torch.distributed, by which they talk; None for the default one.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -102,7 +105,7 @@ class World:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, how)
+        dist.all_reduce(tensor, how, self.group)
         reduced: list[float] = tensor.tolist()
         return reduced
 
@@ -117,7 +120,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -133,14 +136,32 @@ class World:
             try:
                 answer[0] = function()
             except Exception as error:
-                _broadcast([None, _portable(error)])
+                self._broadcast([None, _portable(error)])
                 shared(error)
                 raise
-        answer = _broadcast(answer)
+        answer = self._broadcast(answer)
         if answer[1] is not None:
             raise shared(answer[1])
         result: T = answer[0]
         return result
+
+    def _broadcast(self, value: list[Any]) -> list[Any]:
+        dist.broadcast_object_list(value, src=0, group=self.group, device=torch.device("cpu"))
+        return value
+
+    def gathered_by(self, rank: int, value: T) -> list[T]:
+        """Every process's value, by rank, on one of them; an empty list on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.rank == rank else []
+        dist.gather_object(value, values or None, dst=rank, group=self.group)
+        return values
+
+    def apart(self) -> World:
+        """The same processes, which tell each other things on another thread than the one that trains."""
+        if self.size == 1:
+            return self
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT + _LATER))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -253,11 +274,6 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _broadcast(value: list[Any]) -> list[Any]:
-    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
-    return value
 
 
 _notes: Any = None

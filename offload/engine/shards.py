@@ -120,6 +120,16 @@ def first_element(param: Any) -> int:
     return first
 
 
+def first_row(tensor: Any) -> int:
+    """Position in the whole tensor, along its first dimension, of this rank's part."""
+    if not is_distributed(tensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets[0]
+
+
 def runs(tensor: Any) -> Iterator[tuple[int, int, int]]:
     """This rank's part of a tensor as ranges of the whole.
 

@@ -110,8 +110,10 @@ class AdaptedLM(CausalLM, Protocol):
     def adapter_config(self) -> dict[str, Any]:
         """Fields of peft's ``LoraConfig``, with the model's names."""
 
-    def merged_weights(self) -> Mapping[str, Tensor]:
-        """The model's weights with the adapter merged in; the live model is not touched."""
+    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
+        """The model's weights with the adapter merged in; the live model is not touched.
+
+        ``goes_on``: the adapter trains on while weights are asked for, which are of its values as they are now."""
 
 
 class ModelFormat(Protocol):

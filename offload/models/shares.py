@@ -8,7 +8,8 @@ computed from others (:mod:`offload.models.routes`) are whole for a moment, a fe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.distributed.world import World, current
 from offload.durable import sync
+from offload.engine.copy_on_write import STEP_BYTES, Source, Unchanging
 from offload.engine.fsdp import groups_of
 from offload.engine.shards import is_distributed, is_first_copy, local, local_state, runs
 from offload.models.routes import Convert, Range, Route, find_route
 from offload.models.safetensors_layout import lay_out
 from offload.models.tensors import host_tensor, whole
 from offload.models.weight_files import WeightFiles, bytes_of
-
-STEP_BYTES = 64 * 2**20
-"""Read and written at once, and copied between a device and the host."""
-
 
 # Reading
 
@@ -122,10 +121,17 @@ class Plan:
     Attributes:
         places: where each tensor goes.
         route: where it comes from.
+        order: of the weights, and of the mixtures by their positions in the route, in which they are written.
     """
 
     places: Mapping[str, _Place]
     route: Route
+    order: Sequence[str | int]
+
+    def uses(self) -> Counter[str]:
+        """How often each weight is read."""
+        single = dict.fromkeys(origin.source for origin in self.route.ranges.values())
+        return Counter([*single, *(name for mixture in self.route.mixtures for name in mixture.sources)])
 
 
 def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,7 +142,13 @@ def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.items()}
 
 
-def begin_files(folder: Path, files: Sequence[WeightFile], empty: Mapping[str, Tensor], convert: Convert) -> Plan:
+def begin_files(
+    folder: Path,
+    files: Sequence[WeightFile],
+    empty: Mapping[str, Tensor],
+    convert: Convert,
+    position: Callable[[str], float] = lambda name: 0.0,
+) -> Plan:
     """Make the files, with their headers, and say how the weights get into them; on one rank.
 
     Args:
@@ -144,6 +156,7 @@ def begin_files(folder: Path, files: Sequence[WeightFile], empty: Mapping[str, T
         files: to be written.
         empty: the weights on the meta device, of which the files' tensors were made.
         convert: makes files' tensors of them.
+        position: of a weight, by its name, among those that are written; the same where that does not matter.
     """
     places: dict[str, _Place] = {}
     targets: dict[str, Tensor] = {}
@@ -155,11 +168,23 @@ def begin_files(folder: Path, files: Sequence[WeightFile], empty: Mapping[str, T
         targets.update(file.tensors)
         for name, tensor in file.tensors.items():
             places[name] = _Place(file.name, offsets[name], tensor.dtype, tensor.numel())
-    return Plan(places, find_route(empty, targets, convert))
+    route = find_route(empty, targets, convert)
+    positions: dict[str | int, float] = {origin.source: position(origin.source) for origin in route.ranges.values()}
+    for number, mixture in enumerate(route.mixtures):
+        positions[number] = min(map(position, mixture.sources))
+    return Plan(places, route, sorted(positions, key=lambda each: positions[each]))
 
 
 @torch.no_grad()
-def write_share(folder: Path, plan: Plan, weights: Mapping[str, Tensor], convert: Convert) -> None:
+def write_share(
+    folder: Path,
+    plan: Plan,
+    weights: Mapping[str, Tensor],
+    convert: Convert,
+    *,
+    world: World | None = None,
+    source: Source | None = None,
+) -> None:
     """Write what falls to this rank; every rank has to call it.
 
     Args:
@@ -168,52 +193,109 @@ def write_share(folder: Path, plan: Plan, weights: Mapping[str, Tensor], convert
         weights: DTensors, or plain tensors that all ranks have; some mappings make one when it is asked for, and every
             rank asks for the same ones in the same order.
         convert: as there.
+        world: the ranks, which talk by its group; None for all, by that of the weights' mesh.
+        source: where the weights' values come from; None for where they are.
 
     Raises:
         OSError: the disk is full or fails; no sooner than the other ranks need this one no more.
     """
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    writer = _Writer(plan, weights, world, source)
+    targets: dict[str, list[tuple[str, Range]]] = {}
+    for name, origin in plan.route.ranges.items():
+        targets.setdefault(origin.source, []).append((name, origin))
     with _Files(folder) as files:
-        by_source: dict[str, list[tuple[str, Range]]] = {}
-        for name, origin in plan.route.ranges.items():
-            by_source.setdefault(origin.source, []).append((name, origin))
-        for number, (source, targets) in enumerate(by_source.items()):
-            weight = weights[source]
-            if is_first_copy(weight) if is_distributed(weight) else number % size == rank:
-                _write_ranges(files, plan, weight, targets)
-            del weight
-        for number, mixture in enumerate(plan.route.mixtures):
-            is_mine = number % size == rank
-            sources = {}
-            for name in mixture.sources:
-                gathered = whole(weights[name])
-                if is_mine:
-                    sources[name] = host_tensor(gathered, name)
-                del gathered
-            if is_mine and files.error is None:
-                try:
-                    converted = convert(sources)
-                except Exception as error:  # the other ranks go on
-                    files.error = error
-                    continue
-                for name in mixture.targets:
-                    files.write(plan.places[name], 0, converted[name])
+        for turn, each in enumerate(plan.order):
+            is_mine = turn % writer.world.size == writer.world.rank
+            if isinstance(each, str):
+                writer.write_ranges(files, each, targets[each], is_mine)
+            else:
+                writer.write_mixture(files, each, convert, turn % writer.world.size)
     if files.error is not None:
         raise files.error
 
 
-def _write_ranges(files: _Files, plan: Plan, weight: Tensor, targets: Sequence[tuple[str, Range]]) -> None:
-    part = local(weight.detach())
-    flat = part.reshape(-1)
-    for first, at, count in _steps(weight, part.element_size()):
-        values = None
+class _Writer:
+    def __init__(self, plan: Plan, weights: Mapping[str, Tensor], world: World | None, source: Source | None) -> None:
+        self.world = current() if world is None else world
+        self._plan = plan
+        self._weights = weights
+        self._source: Source = Unchanging() if source is None else source
+        self._left = plan.uses()
+
+    def write_ranges(self, files: _Files, name: str, targets: Sequence[tuple[str, Range]], is_mine: bool) -> None:
+        weight = self._weights[name]
+        if is_first_copy(weight) if is_distributed(weight) else is_mine:
+            part = local(weight.detach())
+            if part.is_contiguous():
+                for first, at, count in _steps(weight, part.element_size()):
+                    if self._meets(targets, at, count):
+                        with self._source.reading(part.view(-1)[first : first + count]) as values:
+                            self._write(files, values, at, targets)
+            else:
+                with self._source.reading(part) as values:
+                    flat = values.reshape(-1)
+                    for first, at, count in runs(weight):
+                        self._write(files, flat[first : first + count], at, targets)
+        self._used(name, weight)
+
+    def _meets(self, targets: Sequence[tuple[str, Range]], at: int, count: int) -> bool:
+        ends = ((origin.start, origin.start + self._plan.places[name].numel) for name, origin in targets)
+        return any(at < end and begin < at + count for begin, end in ends)
+
+    def _write(self, files: _Files, values: Tensor, at: int, targets: Sequence[tuple[str, Range]]) -> None:
+        """Write values that begin with a weight's element ``at``."""
         for name, origin in targets:
-            place = plan.places[name]
-            begin, end = max(at, origin.start), min(at + count, origin.start + place.numel)
+            place = self._plan.places[name]
+            begin, end = max(at, origin.start), min(at + values.numel(), origin.start + place.numel)
             if begin < end:
-                if values is None:
-                    values = flat[first : first + count].cpu()
                 files.write(place, begin - origin.start, values[begin - at : end - at])
+
+    def write_mixture(self, files: _Files, number: int, convert: Convert, owner: int) -> None:
+        mixture = self._plan.route.mixtures[number]
+        sources = {}
+        for name in mixture.sources:
+            weight = self._weights[name]
+            gathered = self._whole(weight, owner)
+            if gathered is not None:
+                sources[name] = host_tensor(gathered, name)
+            del gathered
+            self._used(name, weight)
+        if owner != self.world.rank or files.error is not None:
+            return
+        try:
+            converted = convert(sources)
+        except Exception as error:  # the other ranks go on
+            files.error = error
+            return
+        for name in mixture.targets:
+            files.write(self._plan.places[name], 0, converted[name])
+
+    def _whole(self, weight: Tensor, owner: int) -> Tensor | None:
+        """All of a weight, on the rank that wants it."""
+        if is_distributed(weight) and self.world.group is None:
+            gathered = whole(weight)
+            return gathered if owner == self.world.rank else None
+        if not is_distributed(weight):
+            return self._copy(weight) if owner == self.world.rank else None
+        part = self._copy(local(weight.detach())) if is_first_copy(weight) else weight.new_empty(0)
+        mine = (list(runs(weight)) if is_first_copy(weight) else []), part
+        parts = self.world.gathered_by(owner, mine)
+        if not parts:
+            return None
+        flat = torch.empty(weight.numel(), dtype=weight.dtype)
+        for ranges, part in parts:
+            for first, at, count in ranges:
+                flat[at : at + count] = part.reshape(-1)[first : first + count]
+        return flat.view(weight.shape)
+
+    def _copy(self, part: Tensor) -> Tensor:
+        with self._source.reading(part) as values:
+            return values.clone()
+
+    def _used(self, name: str, weight: Tensor) -> None:
+        self._left[name] -= 1
+        if not self._left[name]:
+            self._source.done(local(weight.detach()))
 
 
 class _Files:

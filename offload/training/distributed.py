@@ -52,6 +52,11 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
     @classmethod
     def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
         assert isinstance(settings, DistributedSettings)
+        if settings.enable_async_checkpointing:
+            raise UserError(
+                "enable_async_checkpointing: several processes write their checkpoints before they train on: set it to "
+                "False, or use a *_single_device recipe"
+            )
         check_shape(
             current(),
             replicate=settings.data_parallel_replicate_dim,

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload.checkpoints import disk_space
+from offload.checkpoints.beside import Beside
 from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder
 from offload.checkpoints.manifest import read as read_manifest
 from offload.checkpoints.manifest import whole_checkpoints
@@ -44,7 +45,7 @@ from offload.training.advice import of_host_memory
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
-from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
+from offload.training.optimizer import check_resumed, evaluation_weights, reserve_snapshot, set_mode, snapshot_of
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
 from offload.training.page_locking import telling_refusals
 from offload.training.placement import measured_speeds
@@ -65,6 +66,9 @@ from offload.training.step import (
     next_micro_batches,
 )
 
+TOLD_AFTER, TOLD_EVERY = 1.0, 15.0
+"""Seconds of waiting for a checkpoint after which it is told how far it is, first and then."""
+
 
 class FinetuneRecipe:
     """State of a run and the parts of its set-up that do not depend on what is trained.
@@ -76,6 +80,7 @@ class FinetuneRecipe:
         total_steps: optimizer steps of the whole run, those before a resume included.
         saved: the last checkpoint that this process saved.
         saved_step: optimizer steps that the newest checkpoint of the run holds.
+        under_way: the checkpoint that is being written beside training, and the optimizer steps that it holds.
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
         resumed_from: the checkpoint that this process began with.
         resumed_config: the configuration of the run that saved it.
@@ -99,6 +104,7 @@ class FinetuneRecipe:
         self.global_step = 0
         self.saved: Path | None = None
         self.saved_step = 0
+        self.under_way: tuple[Beside, int] | None = None
         self.is_between_steps = True
         self.resumed_from: Path | None = None
         self.resumed_config: dict[str, Any] | None = None
@@ -395,6 +401,10 @@ class FinetuneRecipe:
             assert self.resumed_from is not None
             put_back(state, self.optimizer, self.lr_scheduler, self.resumed_from)
         set_mode(self.optimizer, "train")
+        if settings.enable_async_checkpointing:
+            self.apart = self.world.apart()
+            if not self.adapts:
+                reserve_snapshot(self.optimizer, settings.async_checkpoint_gib)
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
@@ -525,16 +535,73 @@ class FinetuneRecipe:
             return {}
         return {"random_of_ranks": self.world.gathered(random_state(self.device))}
 
-    def save_checkpoint(self) -> Path:
-        """Save the model and all that a resume needs; returns the folder."""
+    def save_checkpoint(self) -> Path | Beside:
+        """Save the model and all that a resume needs, with :meth:`write_checkpoint`; returns what that returns."""
         raise NotImplementedError
 
+    def write_checkpoint(
+        self,
+        model: Mapping[str, Tensor] | None,
+        *,
+        adapter: Mapping[str, Tensor] | None = None,
+        adapter_config: Mapping[str, Any] | None = None,
+    ) -> Path | Beside:
+        """Write a checkpoint, or begin to.
+
+        Args:
+            model: its weights under its names; None for an adapter alone.
+            adapter: its tensors.
+            adapter_config: fields of peft's configuration.
+
+        Returns:
+            The folder, or with ``enable_async_checkpointing`` what writes it.
+        """
+        content: dict[str, Any] = {
+            "model": model,
+            "adapter": adapter,
+            "adapter_config": adapter_config,
+            "recipe_state": self.recipe_state(),
+        }
+        if not self.settings.enable_async_checkpointing:
+            return self.checkpoints.save(self.global_step, **content)
+        snapshot = None if self.adapts else snapshot_of(self.optimizer)
+        return self.checkpoints.save_beside(self.global_step, snapshot=snapshot, world=self.apart, **content)
+
     def save(self) -> None:
-        """Save a checkpoint of the steps done."""
+        """Save a checkpoint of the steps done, or begin to when the one before is whole."""
+        self.finish_saving()
         self.is_between_steps = False
-        self.saved = self.save_checkpoint()
-        self.saved_step = self.global_step
+        saved = self.save_checkpoint()
+        if isinstance(saved, Path):
+            self.saved, self.saved_step = saved, self.global_step
+        else:
+            self.under_way = saved, self.global_step
         self.is_between_steps = True
+
+    def look_at_saving(self) -> None:
+        """Take note of a checkpoint that has become whole beside training.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if self.under_way is not None and not any(self.world.greatest([not self.under_way[0].is_done])):
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is under way is whole, and tell how far it is.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if self.under_way is None:
+            return
+        (beside, step), self.under_way = self.under_way, None
+        seconds = TOLD_AFTER
+        while not beside.wait(seconds):
+            done, total = (disk_space.size(nbytes) for nbytes in beside.written)
+            say(f"waiting for {beside.final.name}: {done} of {total} are written")
+            seconds = TOLD_EVERY
+        self.saved, self.saved_step = beside.result(), step
 
     def start(self) -> None:
         """Training begins: set-up time does not count."""
@@ -588,6 +655,7 @@ class FinetuneRecipe:
         settings, reporter = self.settings, self.reporter
         assert reporter is not None
         self.is_between_steps = True
+        self.look_at_saving()
         is_last = self.global_step == self.total_steps
         should_save = (
             is_last
@@ -610,6 +678,8 @@ class FinetuneRecipe:
             reporter.flush()  # stops the run if a loss until here is not finite
             with reporter.timer("checkpoint"):
                 self.save()
+                if is_last or interrupted or self.best.is_exhausted:
+                    self.finish_saving()
         if self.profiler is not None:
             with reporter.timer("profile"):  # a trace takes longer to write than a step to train
                 self.profiler.step()
@@ -632,8 +702,10 @@ class FinetuneRecipe:
         try:
             yield
         except NotFiniteError:
+            self._finish_before_stopping()
             raise
         except Exception:
+            self._finish_before_stopping()
             self._undo_step()
             if self.world.size > 1 and not self._fails_everywhere:
                 raise  # the others are in the middle of something
@@ -641,11 +713,21 @@ class FinetuneRecipe:
                 self._save_before_stopping()
             raise
 
+    def _finish_before_stopping(self) -> None:
+        """What is being written holds steps that are good, whatever failed since."""
+        if self.world.is_broken():
+            return  # it needs the others
+        try:
+            self.finish_saving()
+        except Exception as error:
+            say(f"a checkpoint could not be written: {error}", stream=sys.stderr)
+
     def _save_before_stopping(self) -> None:
         try:
             if self.reporter is not None:
                 self.reporter.flush()  # a loss that is not finite must not be saved
             self.save()
+            self.finish_saving()
         except Exception as error:
             say(f"step {self.global_step} could not be saved before stopping: {error}", stream=sys.stderr)
             return

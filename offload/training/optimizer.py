@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from offload.base_class import needs_closure, public_path
 from offload.component import resolve
+from offload.engine.copy_on_write import Snapshot
 from offload.errors import UserError
 from offload.training.resume_changes import weights_key
 
@@ -108,6 +109,27 @@ def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
     switch = getattr(optimizer, mode, None)
     if switch is not None:
         switch()
+
+
+def check_async_checkpointing(section: DictConfig) -> None:
+    """UserError for an optimizer that overwrites what is still to be written."""
+    name = public_path(section["_component_"])
+    if name != "offload.OffloadOptimizer":
+        raise UserError(
+            f"enable_async_checkpointing: {name} changes weights while they are written; use "
+            "optimizer=offload.OffloadOptimizer (strategy=resident leaves its states on the device), or set it to False"
+        )
+
+
+def reserve_snapshot(optimizer: Any, gib: float) -> None:
+    """Page-lock so many GiB for what :func:`snapshot_of` takes."""
+    optimizer.reserve_snapshot(int(gib * 2**30))
+
+
+def snapshot_of(optimizer: Any) -> Snapshot:
+    """An :class:`offload.OffloadOptimizer`'s parameters and states as they are now."""
+    snapshot: Snapshot = optimizer.snapshot()
+    return snapshot
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.training.activations import check_activations, prepare_activations
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
-from offload.training.optimizer import check_optimizer
+from offload.training.optimizer import check_async_checkpointing, check_optimizer
 from offload.training.outline import outline
 from offload.training.settings import TrainSettings
 from offload.training.step import build_scheduler, check_training
@@ -72,6 +72,8 @@ def check_run(
         UserError: names the key, and the way out.
     """
     tree = tree_of(settings.model)
+    if settings.enable_async_checkpointing and not adapts:
+        check_async_checkpointing(settings.optimizer)
     with _trying():
         check_activations(
             checkpointing=settings.enable_activation_checkpointing,

@@ -99,6 +99,10 @@ class TrainSettings:
     """optimizer steps from one checkpoint to the next; null: one at the end of each epoch"""
     keep_last_n: Annotated[int, AtLeast(1)] | None = None
     """checkpoints to keep; null: all"""
+    enable_async_checkpointing: bool = False
+    """write checkpoints while training goes on: an update of what is not written yet keeps the old values, or waits"""
+    async_checkpoint_gib: Annotated[float, AtLeast(0.125)] = 2.0
+    """host memory, page-locked, for values that are kept until they are written; with enable_async_checkpointing"""
 
     epochs: Annotated[int, AtLeast(1)] = 1
     """passes over the data"""

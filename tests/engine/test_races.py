@@ -517,7 +517,7 @@ BUDGET = 600
 def _check_budget(held: Any, scenario: Scenario) -> None:
     """After a hook: what is more than the budget belongs to pieces that are not complete, which hold a layer each."""
     complete = held._bytes - sum(held._counted[g] for g in held._counted if g not in held._submitted)
-    leaving = {tensor for _, tensors in held._leaving for tensor in tensors}
+    leaving = {tensor for _, tensors, _ in held._leaving for tensor in tensors}
     complete += sum(nbytes for gradient, nbytes in held._counted.items() if gradient in leaving)
     assert complete <= BUDGET, f"{complete} bytes of gradients pile up on the device"
 
@@ -777,7 +777,7 @@ LIKELY = {
     "add_param_group": "grow",
     "OffloadOptimizer._ready": "exchange",
     "state_dict": "read state",
-    "load_state_dict": "load",
+    "OffloadOptimizer._load:": "load",
     "sync_from_model": "sync",
     "OffloadOptimizer.state:": "edit state",
     "auto.py:": "move",
@@ -819,7 +819,7 @@ ELSEWHERE = {
     "engine.py:Engine._on_the_host:self._runtime.copy(host, values, 'down', (self._runtime.record(),), "
     "mark('gradient down', ALL)).synchronize()",
     "engine.py:Engine._on_the_host:after[self._runtime.record()]",
-    "optimizer.py:OffloadOptimizer._switch:self.synchronize()",
+    "optimizer.py:OffloadOptimizer._switch:self._machinery.engine.settle(readers=True)",
     # Need FSDP2 and its streams, or sums over ranks: tests/distributed/test_races.py.
     "shards.py:gradient_of:part.wait()",
     "fsdp.py:AllGatherWaits._watched.wait_and_unshard:self._wait(unit)",

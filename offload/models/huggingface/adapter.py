@@ -156,10 +156,12 @@ class AdaptedModel(HuggingFaceModel):
         config: dict[str, Any] = self._model.peft_config[ADAPTER].to_dict()
         return config
 
-    def merged_weights(self) -> Mapping[str, Tensor]:
+    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
         """The base model's weights with the adapter merged in, under its own names; each is made when it is asked for,
-        and the live model is not touched."""
-        return _Merged(self._model)
+        and the live model is not touched.
+
+        ``goes_on``: the adapter trains on while they are asked for, and is merged as it is now."""
+        return _Merged(self._model, goes_on)
 
     @property
     def in_checkpoints(self) -> Any:
@@ -257,9 +259,11 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
 class _Merged(Mapping[str, Tensor]):
     """Weights of a model under an adapter, merged one at a time."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, goes_on: bool) -> None:
         from peft.utils.other import ModulesToSaveWrapper
 
+        trained = [param for param in model.parameters() if goes_on and param.requires_grad]
+        self._now = {param: param.detach().to("cpu", copy=True) for param in trained}
         self._of: dict[str, tuple[nn.Module, str]] = {}
         self._adapted = {id(layer) for _, layer in _adapted(model)}
         inside: tuple[str, ...] = ()
@@ -300,8 +304,9 @@ class _Merged(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self._of[name]
         if id(module) in self._adapted:
-            return _merged_layer(module, attribute)
+            return _merged_layer(module, attribute, self._now)
         value = _get(module, attribute)
+        value = self._now.get(value, value)
         return value if is_divided(value) else plain(value)  # a tied weight stays one object
 
     def __iter__(self) -> Iterator[str]:
@@ -312,9 +317,13 @@ class _Merged(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def _merged_layer(layer: Any, attribute: str) -> Tensor:
-    """A tensor of an adapted layer's base as it is after merging, from a copy of the layer."""
+def _merged_layer(layer: Any, attribute: str, now: Mapping[Tensor, Tensor]) -> Tensor:
+    """A tensor of an adapted layer's base as it is after merging, from a copy of the layer; parameters have the values
+    that ``now`` has for them."""
     copied = copy.deepcopy(layer)
+    for live, own in zip(layer.parameters(), copied.parameters(), strict=True):
+        if live in now:
+            own.copy_(now[live])
     for module in copied.modules():
         for name, param in module.named_parameters(recurse=False):
             if is_divided(param):

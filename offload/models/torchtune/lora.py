@@ -120,24 +120,28 @@ def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear | DoRALinear))
 
 
-def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
+def merged_weights(model: nn.Module, *, goes_on: bool = False) -> Mapping[str, Tensor]:
     """The model with its adapter merged in, by torchtune's names, on the CPU; each weight is made when it is asked
     for, and the live model is not touched.
 
     4-bit weights come out in the adapter's dtype. Where processes share the model, all of them ask for the same weights
     in the same order, and each gets them whole.
+
+    ``goes_on``: the adapter trains on while they are asked for, and is merged as it is now.
     """
-    return _Merged(model)
+    return _Merged(model, goes_on)
 
 
 class _Merged(Mapping[str, Tensor]):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, goes_on: bool) -> None:
         adapter = adapter_weights(model)
         self._dtype = next(iter(adapter.values())).dtype
         self._config = adapter_config(model)
         # Not state_dict(): torchtune rounds 4-bit weights to bf16 there, whatever the model computes in.
         self._params = {_plain(name): param.detach() for name, param in model.named_parameters()}
         self._names = [name for name in self._params if name not in adapter]
+        if goes_on:
+            self._params |= {name: tensor.to("cpu", copy=True) for name, tensor in adapter.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._params:

@@ -97,5 +97,5 @@ class AdaptedTorchtuneModel(TorchtuneModel):
     def adapter_config(self) -> dict[str, Any]:
         return lora.adapter_config(self.module)
 
-    def merged_weights(self) -> Mapping[str, Tensor]:
-        return lora.merged_weights(self.module)
+    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
+        return lora.merged_weights(self.module, goes_on=goes_on)

@@ -40,6 +40,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise UserError(f"--lock-gib: got {args.lock_gib}, expected a number of GiB from 1 on")
     from offload.cli.installation import problems
     from offload.device import find_device
+    from offload.host_memory import host_memory, why_not_locked
     from offload.metrics.this_machine import cards
 
     device, _ = find_device(args.device)
@@ -57,7 +58,8 @@ def _doctor(args: argparse.Namespace) -> int:
             report["rates"] = _measure(device, args.lock_gib)
         if locking := report["rates"].get("page_locking", {}).get("refused"):
             found.append(f"no more than {report['rates']['page_locking']['locked_gib']:g} GiB of host memory can be "
-                         f"page-locked ({locking}): what is beyond stays pageable, and its copies block")  # fmt: skip
+                         f"page-locked ({locking}): what is beyond stays pageable, and its copies block. "
+                         f"{why_not_locked(host_memory(), GIB)}")  # fmt: skip
         report["kept in"] = _keep(device, nvidia, report["rates"])
     if args.json:
         print(json.dumps({**report, "problems": found}, indent=2))

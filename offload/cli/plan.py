@@ -229,7 +229,7 @@ def _machine(device: Any, card: Any, options: argparse.Namespace, dtype_name: st
         from offload.device import is_here
         from offload.metrics.this_machine import machine_here
 
-        here = machine_here(device, fp32=dtype == torch.float32) if is_here(device) else None
+        here = machine_here(device, fp32=dtype == torch.float32, cards=cards) if is_here(device) else None
         return here and _Rates(here[0], dtype, here[1], machines.card_named(here[0].name))
     machine = machines.machine_of_card(card, ram_bandwidth=stated, fp32=dtype == torch.float32, cards=cards)
     memory = f"{machine.host / 1e9:.0f} GB/s of host memory"
@@ -364,7 +364,7 @@ class _Run:
         if self.processes > 1:
             sharding = self._sharding(self.settings, rates.dtype)
             prediction = self.predictor.predict_ranks(
-                self.settings, found, self.system(rates), sharding, rates.dtype, room
+                self.settings, found, self.system(rates), sharding, rates.dtype, room, processes=self.processes
             )
         else:
             prediction = self.predictor.predict(self.settings, found, rates.machine, rates.dtype, room)

@@ -48,13 +48,14 @@ def profile_here(device: torch.device) -> Profile | None:
     return read_profile(machine_of(device, cards() if device.type == "cuda" else []))
 
 
-def machine_here(device: torch.device, *, fp32: bool = False) -> tuple[Machine, str] | None:
+def machine_here(device: torch.device, *, fp32: bool = False, cards: int = 1) -> tuple[Machine, str] | None:
     """The rates of an accelerator of this machine, and where they are from in words: as measured, or those of the
     card's row in :mod:`offload.plan.cards`. None where neither is there, and for a CPU (see :func:`costs_here`).
 
     Args:
         device: that trains.
         fp32: products are in fp32, not bf16.
+        cards: that train together.
     """
     if device.type == "cpu":
         return None
@@ -66,7 +67,7 @@ def machine_here(device: torch.device, *, fp32: bool = False) -> tuple[Machine, 
         ), f"on rates that `tune doctor` measured on {profile.date[:10]}"
     if card is None:
         return None
-    machine = machine_of_card(card, fp32=fp32)
+    machine = machine_of_card(card, fp32=fp32, cards=cards)
     memory = f"{machine.host / 1e9:.0f} GB/s of host memory assumed (`tune doctor` measures)"
     return machine, f"from the data sheet of {card.name} and published runs, {memory}"
 

@@ -38,6 +38,7 @@ class Exchange:
         itemsize: bytes of a weight, on average where some are in 4 bits.
         reduce_itemsize: of a number that is summed.
         resharding: weights are gathered again in backward, from all ranks (True) or from so many of them.
+        replicas: of the model, each divided among so many ranks; they sum their parts of the gradients.
     """
 
     ranks: int
@@ -48,6 +49,12 @@ class Exchange:
     itemsize: float = 2.0
     reduce_itemsize: int = 4
     resharding: bool | int = True
+    replicas: int = 1
+
+    @property
+    def cards(self) -> int:
+        """Of the host."""
+        return self.ranks * self.replicas
 
 
 def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: Settings) -> Prediction:
@@ -59,7 +66,7 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
         exchange: between the ranks.
         settings: when the optimizer works; ``room`` of one rank's card.
     """
-    machine = system.rank(exchange.ranks)
+    machine = system.rank(exchange.cards)
     forward, backward = _compute(load, machine)
     again = exchange.layers if exchange.resharding is not False else 0
     weights = exchange.layers + exchange.root
@@ -76,6 +83,7 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
         {COMPUTE: backward + (2 * exchange.itemsize * again + reduced) / machine.device},
         _collective(system, exchange, exchange.itemsize * again, of=exchange.resharding),
         _collective(system, exchange, exchange.reduce_itemsize * exchange.trained),
+        _summed(system, exchange),
         _gradients_leave(machine, exchange, settings),
     )
     update = _update(machine, exchange, settings)
@@ -86,7 +94,7 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
         step = _longest(last) + _longest(_sum(first, update))
     step += between * (_longest(last) + _longest(later)) + _ends(system, exchange)
     work = _sum(first, update, *[later] * between, *[last] * settings.micro_batches)
-    tokens = settings.micro_batches * load.tokens * exchange.ranks
+    tokens = settings.micro_batches * load.tokens * exchange.cards
     return prediction_of(step, tokens, settings.micro_batches * (forward + backward), work)
 
 
@@ -108,8 +116,20 @@ def _compute(load: Workload, machine: Machine) -> tuple[float, float]:
 def _collective(system: System, exchange: Exchange, nbytes: float, *, of: bool | int = True) -> Phase:
     """An all-gather or reduce-scatter of a whole tensor, or of the part that is kept among fewer ranks."""
     ranks = exchange.ranks if of is True else max(1, int(of))
-    seconds = system.seconds("all_gather", int(nbytes), ranks)
-    shares = system.shares(exchange.ranks)
+    return _over_links(system, exchange, system.seconds("all_gather", int(nbytes), ranks))
+
+
+def _summed(system: System, exchange: Exchange) -> Phase:
+    """A rank's part of the gradients, over the replicas."""
+    if exchange.replicas == 1:
+        return {}
+    nbytes = exchange.reduce_itemsize * exchange.trained // exchange.ranks
+    return _over_links(system, exchange, system.seconds("all_reduce", nbytes, exchange.replicas))
+
+
+def _over_links(system: System, exchange: Exchange, seconds: float) -> Phase:
+    """What a collective takes of what cards share."""
+    shares = system.shares(exchange.cards)
     return {COLLECTIVES: seconds, UP: shares["up"] * seconds, DOWN: shares["down"] * seconds,
             HOST: shares["host"] * seconds}  # fmt: skip
 

@@ -773,6 +773,7 @@ class FinetuneRecipe:
             adapts=self.adapts,
             memory_before=self.memory_before,
             sharding=self.sharding,
+            world=self.world,
             tokens_per_sequence=measured["tokens"] / (measured["steps"] * sequences),
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.device import total_memory
+from offload.distributed.world import World
 from offload.plan.budget import CONTEXT, HOST, LOCKED, Sharding
 from offload.plan.prediction import COMPUTE
 from offload.training.budgeting import Planner
@@ -82,6 +83,7 @@ def expect(
     adapts: bool,
     memory_before: int,
     sharding: Sharding,
+    world: World,
     tokens_per_sequence: float,
 ) -> Expected:
     """Plan a run that has been.
@@ -92,7 +94,8 @@ def expect(
         dtype: of the parameters.
         adapts: an adapter trained.
         memory_before: bytes of the host that the process held before its model.
-        sharding: over its processes.
+        sharding: of the model over its processes.
+        world: of these.
         tokens_per_sequence: of its batches, on average: time follows it, memory follows the longest.
 
     Raises:
@@ -103,8 +106,12 @@ def expect(
     room = NOTHING_KNOWN if device.type == "cpu" else Room(total_memory(device), None)
     as_it_was = dataclasses.replace(plan, length=max(1, min(plan.length, round(tokens_per_sequence))))
     here = None
-    if sharding.ranks == 1:
+    if world.size == 1:
         here = Predictor(planner).predict_here(settings, as_it_was, device, dtype, room)
+    elif world.size == world.local_size:
+        here = Predictor(planner).predict_ranks_here(
+            settings, as_it_was, device, sharding, dtype, room, processes=world.size
+        )
     budget = (plan if here is None else placed(plan, here[0], settings.optimizer, dtype.itemsize)).budget
     device_gib = None if device.type == "cpu" else (budget.device - CONTEXT) / GIB
     host_gib = budget.of(LOCKED, HOST) / GIB

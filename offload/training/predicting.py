@@ -18,9 +18,9 @@ from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan import prediction
 from offload.plan.budget import DEVICE, STATES, Sharding
 from offload.plan.calibration import Costs
-from offload.plan.collectives import System
+from offload.plan.collectives import System, system_of
 from offload.plan.efficiency import FUSED
-from offload.plan.machines import PACKED_BYTES
+from offload.plan.machines import PACKED_BYTES, card_named
 from offload.plan.prediction import Prediction, predict
 from offload.plan.ranks import Exchange, predict_ranks
 from offload.plan.work import Amount, Work, count
@@ -93,6 +93,25 @@ class Predictor:
         here = machine_here(device, fp32=dtype == torch.float32)
         return here and (self.predict(settings, plan, here[0], dtype, room), here[1])
 
+    def predict_ranks_here(
+        self,
+        settings: TrainSettings,
+        plan: Plan,
+        device: torch.device,
+        sharding: Sharding,
+        dtype: torch.dtype,
+        room: Room = NOTHING_KNOWN,
+        *,
+        processes: int,
+    ) -> tuple[Prediction, str] | None:
+        """The steady state of several processes on this machine, and what that rests on, in words; None where it is not
+        known. Arguments as of :meth:`predict_ranks`."""
+        here = machine_here(device, fp32=dtype == torch.float32, cards=processes)
+        if here is None:
+            return None
+        system = system_of(here[0], card_named(here[0].name))
+        return self.predict_ranks(settings, plan, system, sharding, dtype, room, processes=processes), here[1]
+
     def predict_on_cpu(
         self, settings: TrainSettings, plan: Plan, rates: Mapping[str, Any], dtype: torch.dtype
     ) -> Prediction:
@@ -126,6 +145,8 @@ class Predictor:
         sharding: Sharding,
         dtype: torch.dtype,
         room: Room = NOTHING_KNOWN,
+        *,
+        processes: int,
     ) -> Prediction:
         """The steady state of several processes on one host.
 
@@ -133,9 +154,10 @@ class Predictor:
             settings: of the run.
             plan: the memory of one of them.
             system: its cards.
-            sharding: among the processes.
+            sharding: of each replica of the model.
             dtype: of the parameters.
             room: of one process, for strategy ``auto``.
+            processes: of all replicas.
         """
         when = schedule(settings, plan)
         when = dataclasses.replace(when, state_bytes=sharding.ranks * when.state_bytes)
@@ -155,6 +177,7 @@ class Predictor:
             nbytes / whole,
             sharding.reduce_itemsize,
             sharding.resharding,
+            processes // sharding.ranks,
         )
         found = predict_ranks(self.workload(settings, plan, system.machine, dtype), system, exchange, when)
         if when.strategy != "auto" or not when.state_bytes:

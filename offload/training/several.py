@@ -51,7 +51,8 @@ class PredictorOfRanks:
 
     def predict(self, settings: Any, plan: Plan, machine: Machine, dtype: torch.dtype, room: Room) -> Prediction:
         sharding = least(settings, self._world)
-        return self._predictor.predict_ranks(settings, plan, self._system, sharding, dtype, room)
+        size = self._world.size
+        return self._predictor.predict_ranks(settings, plan, self._system, sharding, dtype, room, processes=size)
 
     def estimate(self, settings: Any, plan: Plan, machine: Machine, dtype: torch.dtype, room: Room) -> float:
         return self.predict(settings, plan, machine, dtype, room).tokens_per_second

@@ -101,6 +101,18 @@ def test_gradients_that_leave_come_down_in_every_micro_batch() -> None:
     assert found.busy[DOWN] == pytest.approx((4 + 3 * 2) * part) and found.busy[UP] == pytest.approx((4 + 2) * part)
 
 
+def test_replicas_sum_their_parts_and_train_on_more_tokens() -> None:
+    settings = Settings("resident", 4.0)
+    divided, replicated = (
+        predict_ranks(LOAD, system(bus=GB), dataclasses.replace(EXCHANGE, ranks=2, replicas=count), settings)
+        for count in (1, 2)
+    )
+    more = 2 * LAYERS * ELEMENTS * 4 / 2 * 1 / 2 / GB
+    assert replicated.busy[COLLECTIVES] == pytest.approx(divided.busy[COLLECTIVES] + more)
+    assert replicated.tokens_per_second * replicated.step_seconds == pytest.approx(4 * 1024)
+    assert divided.tokens_per_second * divided.step_seconds == pytest.approx(2 * 1024)
+
+
 def test_cards_of_servers_have_links_of_their_own() -> None:
     h100 = find_card("H100")
     served = system_of(machine_of_card(h100, cards=8), h100)

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from offload.cli import registry
+from offload.cli.validate import recipe_class
+from offload.distributed.world import World
+from offload.plan.budget import Sharding
 from offload.plan.prediction import COMPUTE, UP
-from offload.training.hindsight import Expected
+from offload.plan.workload import MACHINES
+from offload.training import hindsight, predicting
+from offload.training.advice import settings_of_file
+from offload.training.hindsight import Expected, expect
 
 MEASURED = {"steps": 100, "tokens_per_second": 4000.0, "device_peak_reserved_gib": 20.0, "host_rss_peak_gib": 30.0,
             "seconds_optimizer": 25.0}  # fmt: skip
@@ -31,3 +44,24 @@ def test_what_is_not_known_is_left_out() -> None:
     assert expected.values() == {"predicted_host_rss_peak_gib": 27.0}
     hidden = Expected(None, 27.0, 4000.0, 0.0, COMPUTE)
     assert hidden.lines(MEASURED)[1][1].startswith("nothing: the optimizer is hidden (predicted)")
+
+
+def test_several_processes_of_a_host_are_compared_with_the_speed_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.tiny import register_resolvers
+
+    register_resolvers()
+    kind = recipe_class(registry.find_recipe("full_finetune_distributed"))
+    words = ["checkpointer.checkpoint_dir=/nowhere", "dtype=bf16", "model.embed_dim=512"]
+    settings = settings_of_file(kind, registry.our_configs()["tiny_llama_offload_distributed"], words)(())
+    machine = replace(MACHINES["rtx4090"], launch=0.0)
+    monkeypatch.setattr(predicting, "machine_here", lambda device, fp32, cards=1: (machine, "told by a test"))
+    monkeypatch.setattr(hindsight, "total_memory", lambda device: 24 * 2**30)
+
+    def of(world: World) -> Expected:
+        common: Any = {"adapts": False, "memory_before": 0, "tokens_per_sequence": 100.0}
+        sharding = Sharding(world.size)
+        return expect(settings, torch.device("cuda"), torch.bfloat16, sharding=sharding, world=world, **common)
+
+    speeds = [of(World(0, size, 0, size)).tokens_per_second for size in (1, 2)]
+    assert speeds[0] is not None and speeds[1] is not None and 0 < speeds[1] < 2 * speeds[0]
+    assert of(World(0, 4, 0, 2)).tokens_per_second is None, "the network between hosts is not known"

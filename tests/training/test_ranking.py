@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from offload.plan.budget import DEVICE, Budget, Item
+from offload.plan.budget import DEVICE, LOCKED, STATES, Budget, Item
 from offload.plan.workload import MACHINES
 from offload.training.budgeting import Plan
 from offload.training.ranking import Ranking, applied, optimizers
+from offload.training.several import exchanges
 
 GIB = 2**30
 
@@ -117,11 +118,11 @@ class _Predictor:
         return type("Work", (), {"layers": 1, "layer": (amount, amount)})()
 
 
-def ranked(gib: float, *, allowed: Any = lambda changes: True, planner: Any = None) -> list[Any]:
+def ranked(gib: float, *, allowed: Any = lambda changes: True, planner: Any = None, predictor: Any = None) -> list[Any]:
     settings = packed(strategy="stream", update_in_backward=True)
     limits = (int(gib * GIB), None)
-    ranking = Ranking(settings, planner or _Planner(), _Predictor(), MACHINES["rtx4090"], torch.device("cuda"), limits,
-                      allowed)  # type: ignore[arg-type]  # fmt: skip
+    ranking = Ranking(settings, planner or _Planner(), predictor or _Predictor(), MACHINES["rtx4090"],
+                      torch.device("cuda"), limits, allowed)  # type: ignore[arg-type]  # fmt: skip
     return ranking.best(4)
 
 
@@ -151,6 +152,48 @@ def test_what_cannot_fit_is_not_planned_and_what_is_refused_not_told() -> None:
     ranked(8.5, planner=planner)
     assert not any(settings.optimizer.get("strategy") == "resident" for settings in planner.planned)
     assert all(not choice.changes for choice in ranked(40.0, allowed=lambda changes: not changes))
+
+
+class _Auto(_Predictor):
+    """`auto` is the fastest of what has room, and keeps a quarter of the states on the device."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        assert (room.device, room.host) == (int(8.5 * GIB), None)
+        faster = 1.05 if settings.optimizer.get("strategy") == "auto" else 1.0
+        return faster * super().estimate(settings, plan, machine, dtype, room)
+
+    def predict(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> Any:
+        found = super().predict(settings, plan, machine, dtype, room)
+        is_auto = settings.optimizer.get("strategy") == "auto"
+        found.placed, found.reserved = ({"resident": 0.25, "stream": 0.75} if is_auto else {}), 0.0
+        return found
+
+
+class _Locking(_Planner):
+    """8 GiB of states on the host."""
+
+    def _plan(self, settings: Any, activations: int) -> Plan:
+        plan = super()._plan(settings, activations)
+        return replace(plan, budget=Budget((*plan.budget.items, Item(LOCKED, STATES, 8 * GIB))))
+
+
+def test_auto_is_among_them_where_it_is_faster_with_the_states_that_it_keeps() -> None:
+    best = ranked(8.5, planner=_Locking(), predictor=_Auto())
+    assert best[0].changes[-1] == "optimizer.strategy=auto"
+    same = next(choice for choice in best if choice.changes == best[0].changes[:-1])
+    assert best[0].plan.budget.device == same.plan.budget.device + 2 * GIB
+    assert best[0].plan.budget.host == same.plan.budget.host
+
+
+def test_what_processes_exchange_is_tried_with_all_else() -> None:
+    settings = packed(strategy="stream")
+    settings.reshard_after_forward, settings.reduce_dtype = True, "fp32"
+    assert list(exchanges(settings)) == [
+        (), ("reshard_after_forward=False",), ("reduce_dtype=bf16",),
+        ("reshard_after_forward=False", "reduce_dtype=bf16"),
+    ]  # fmt: skip
+    settings.reshard_after_forward, settings.reduce_dtype = "auto", "bf16"
+    assert list(exchanges(settings)) == [(), ("reshard_after_forward=False",), ("reshard_after_forward=True",)]
 
 
 @pytest.mark.parametrize("kind", ["torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit"])

@@ -38,6 +38,7 @@ from offload.training.activations import check_activations, prepare_activations
 from offload.training.loss import IGNORE_INDEX, LinearCrossEntropyLoss
 from offload.training.optimizer import check_async_checkpointing, check_optimizer
 from offload.training.outline import outline
+from offload.training.profiler import check_profiler
 from offload.training.settings import TrainSettings
 from offload.training.step import build_scheduler, check_training
 
@@ -99,6 +100,8 @@ def check_run(
         with contextlib.suppress(LocalModuleError):
             if settings.metric_logger is not None and is_known(settings.metric_logger, tree):
                 _check_imports(settings.metric_logger, "metric_logger")
+        if settings.profiler is not None and notes is None and is_known(settings.profiler, tree):
+            check_profiler(settings.profiler)
 
 
 @contextlib.contextmanager

@@ -103,6 +103,13 @@ def torch_profiler(
     )
 
 
+def check_profiler(section: DictConfig) -> None:
+    """Raises UserError, before anything is loaded, where :func:`torch_profiler` would on this machine."""
+    own = f"{torch_profiler.__module__}.{torch_profiler.__qualname__}"
+    if section.get("enabled", False) and section["_component_"] == own:
+        instantiate(section)  # nothing is recorded until it is started
+
+
 def build_profiler(section: DictConfig | None, steps: int) -> Any:
     """The ``profiler`` component, or None where there is none or it is not enabled.
 

@@ -49,6 +49,12 @@ def test_a_run_that_is_interrupted_while_it_is_profiled_leaves_the_steps_until_t
     assert updates(trace_of(tmp_path / "run")) == dict.fromkeys(units, 2)
 
 
+def test_a_schedule_that_cannot_be_is_told_before_anything_is_loaded(workspace: Any, tmp_path: Path) -> None:
+    run = workspace.run(tmp_path / "run", PROFILER, "profiler.active_steps=0")
+    assert run.status == 2 and run.errors() == ["error: profiler.active_steps: got 0, expected 1 or more"]
+    assert "model:" not in run.out and not list((tmp_path / "run").glob("*"))
+
+
 def test_the_log_is_closed_where_the_profiler_fails_to_stop(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,8 @@ def closed_form(row: Row, system: str, ranks: int) -> float:
     layer = sum(load.tensors)
     exchange = Exchange(
         ranks,
-        layers=load.layers * layer + load.edge,
+        layers=load.layers * layer,
+        embedding=load.edge,
         root=load.head_elements,
         first=load.edge + layer,
         trained=load.parameters,

@@ -32,6 +32,7 @@ class Exchange:
     Attributes:
         ranks: that divide the model.
         layers: elements of weights that are gathered layer by layer, whether they are trained or not.
+        embedding: of those of an embedding of its own, which backward does not need.
         root: of those that are gathered once a step: the head, and what belongs to no layer.
         first: of those that the first layer's forward waits for: the embedding's and its own.
         trained: of all weights.
@@ -43,6 +44,7 @@ class Exchange:
 
     ranks: int
     layers: int
+    embedding: int
     root: int
     first: int
     trained: int
@@ -68,15 +70,17 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
     """
     machine = system.rank(exchange.cards)
     forward, backward = _compute(load, machine)
-    again = exchange.layers if exchange.resharding is not False else 0
-    weights = exchange.layers + exchange.root
+    reshards = exchange.resharding is not False
+    again = exchange.layers if reshards else 0
+    before = again + (exchange.embedding if reshards else 0)
+    weights = exchange.layers + exchange.embedding + exchange.root
     first = _sum(
         {COMPUTE: forward + 2 * exchange.itemsize * weights / machine.device},
         _collective(system, exchange, exchange.itemsize * weights),
     )
     later = _sum(
-        {COMPUTE: forward + 2 * exchange.itemsize * again / machine.device},
-        _collective(system, exchange, exchange.itemsize * again),
+        {COMPUTE: forward + 2 * exchange.itemsize * before / machine.device},
+        _collective(system, exchange, exchange.itemsize * before),
     )
     reduced = exchange.trained * (exchange.itemsize + exchange.reduce_itemsize)
     last = _sum(

@@ -170,7 +170,8 @@ class Predictor:
         nbytes = dtype.itemsize * (whole - packed.elements) + packed.nbytes * packed.elements
         exchange = Exchange(
             sharding.ranks,
-            sum(layers) + embedding,
+            sum(layers),
+            embedding,
             whole - sum(layers) - embedding,
             embedding + (layers[0] if layers else 0),
             plan.trained,

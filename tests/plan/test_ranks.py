@@ -25,7 +25,7 @@ LAYERS, ELEMENTS = 8, 2**26
 LOAD = Workload(LAYERS, (ELEMENTS,), tokens=1024, passes=Passes((0.1, 0.2), (0.0, 0.0)), recompute=False)
 FORWARD, BACKWARD = 0.1 * LAYERS, 0.2 * LAYERS
 FAST = 1e18
-EXCHANGE = Exchange(4, LAYERS * ELEMENTS, 0, ELEMENTS, LAYERS * ELEMENTS)
+EXCHANGE = Exchange(4, LAYERS * ELEMENTS, 0, 0, ELEMENTS, LAYERS * ELEMENTS)
 
 
 def system(*, link: float = FAST, host: float = FAST, bus: float = FAST, through_host: bool = False) -> System:
@@ -69,6 +69,16 @@ def test_a_slow_bus_moves_what_is_gathered_and_reduced(resharding: bool | int, g
     weights = LAYERS * ELEMENTS * 2 * 3 / 4 / bus
     assert found.busy[COLLECTIVES] == pytest.approx(gathers * weights + 3 * 2 * weights)
     assert found.bottleneck == COLLECTIVES and found.step_seconds >= found.busy[COLLECTIVES]
+
+
+def test_an_embedding_is_gathered_for_forward_alone() -> None:
+    settings = Settings("resident", 4.0, micro_batches=2)
+    exchange = dataclasses.replace(EXCHANGE, embedding=ELEMENTS, trained=0)
+    for resharding, layers, embeddings in ((True, 4, 2), (False, 1, 1)):
+        found = predict_ranks(
+            LOAD, system(bus=GB), dataclasses.replace(exchange, resharding=resharding), settings
+        ).busy[COLLECTIVES]
+        assert found == pytest.approx((layers * LAYERS + embeddings) * ELEMENTS * 2 * 3 / 4 / GB)
 
 
 def test_an_update_at_step_has_the_next_forward_alone() -> None:

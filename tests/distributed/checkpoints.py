@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +16,8 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from offload.checkpoints.manager import CheckpointManager
-from offload.distributed.world import PeerError
+from offload.distributed.world import PeerError, current
+from offload.engine.copy_on_write import Snapshot
 from offload.errors import UserError
 from offload.training.resume import check_fields, put_back
 from tests.distributed import weights
@@ -58,6 +63,49 @@ def saved(
     return weights.whole_of(model)
 
 
+def saved_beside(
+    base: str,
+    model_type: str,
+    component: str,
+    out: str,
+    options: dict[str, Any],
+    replicas: int = 1,
+    room: int = 1 << 20,
+) -> dict[str, Tensor]:
+    """The same, written while a third and a fourth step are done: nothing is read before the third wants to update."""
+    model = weights.read_torchtune(base, model_type, component, torch.bfloat16, replicas=replicas)
+    optimizer = optimizer_of(model, options)
+    optimizer.reserve_snapshot(room)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    state = {**STATE, "optimizer": optimizer.state_dict()}
+    wanted = threading.Event()
+    reading, before_update = Snapshot.reading, Snapshot.before_update
+
+    @contextlib.contextmanager
+    def late(self: Snapshot, tensor: Tensor) -> Iterator[Tensor]:
+        wanted.wait()
+        time.sleep(1e-3)
+        with reading(self, tensor) as values:
+            yield values
+
+    def noted(self: Snapshot, key: Any) -> None:
+        wanted.set()
+        before_update(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshot, "reading", late)
+        patch.setattr(Snapshot, "before_update", noted)
+        beside = manager(base, model_type, out).save_beside(
+            2, model=model.state_dict(), recipe_state=state, snapshot=optimizer.snapshot(), world=current().apart()
+        )
+        step(model, optimizer, 2)
+        found = weights.whole_of(model)
+        step(model, optimizer, 3)
+        beside.result()
+    return found
+
+
 def resumed(
     base: str, model_type: str, component: str, out: str, options: dict[str, Any], replicas: int = 1
 ) -> dict[str, Tensor]:
@@ -73,7 +121,9 @@ def resumed(
     return weights.whole_of(model)
 
 
-def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: str, failing: int) -> tuple[str, bool]:
+def saved_while_a_disk_fails(
+    base: str, model_type: str, component: str, out: str, failing: int, beside: bool = False
+) -> tuple[str, bool]:
     """What is said where one rank cannot write, and whether the run stops here as for what a user can mend."""
     model = weights.read_torchtune(base, model_type, component, torch.bfloat16)
     optimizer = optimizer_of(model, {})
@@ -81,6 +131,8 @@ def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: st
     state = {**STATE, "optimizer": optimizer.state_dict()}
     run = manager(base, model_type, out)
     run.save(1, model=model.state_dict(), recipe_state=state)
+    apart = current().apart()
+    optimizer.reserve_snapshot(1 << 20)
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == failing:
 
@@ -89,7 +141,15 @@ def saved_while_a_disk_fails(base: str, model_type: str, component: str, out: st
 
             patch.setattr(os, "pwrite", fail)
         try:
-            run.save(2, model=model.state_dict(), recipe_state=state)
+            if beside:
+                snapshot = optimizer.snapshot()
+                writer = run.save_beside(
+                    2, model=model.state_dict(), recipe_state=state, snapshot=snapshot, world=apart
+                )
+                step(model, optimizer, 1)
+                writer.result()
+            else:
+                run.save(2, model=model.state_dict(), recipe_state=state)
         except UserError as error:
             return str(error), True
         except PeerError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import yaml
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_recipes import differing, lines, run_distributed, run_on_rank, run_single, trained
 from tests.recipes.conftest import Workspace
+from tests.recipes.test_async_checkpoints import assert_equal, state_of
 
 HELD_OUT = ["evaluation.every_n_steps=2"]
 
@@ -89,7 +92,19 @@ def _gathers_are_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FinetuneRecipe, "end_step", end_step)
 
 
+def _a_full_disk_beside_training(patch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+
+    def fail(*arguments: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(*arguments)
+
+    patch.setattr(os, "pwrite", fail)
+
+
 PLANTED = {
+    "disk": _a_full_disk_beside_training,
     "gathers": _gathers_are_told,
     "signal": _signal_in_step_2,
     "data": _no_third_batch,
@@ -267,6 +282,30 @@ def test_a_signal_to_one_process_saves_and_ends_all(ranks: Ranks, workspace: Wor
     assert [status for status, *_ in results] == [143, 143]
     assert [path.name for path in sorted((tmp_path / "run").glob("step_*"))] == ["step_2"]
     assert "goes on from here" in results[0][1] and results[1][1] == ""
+
+
+def test_checkpoints_written_beside_training_are_the_same(ranks: Ranks, workspace: Workspace, tmp_path: Path) -> None:
+    overrides = ["max_steps_per_epoch=3", "save_every_n_steps=1", "keep_last_n=2", "evaluation=null"]
+    at_once = run_distributed(ranks, workspace, 2, "full", tmp_path / "at_once", *overrides)
+    beside = run_distributed(
+        ranks, workspace, 2, "full", tmp_path / "beside", *overrides, "enable_async_checkpointing=True"
+    )
+    assert [path.name for path in sorted(beside.glob("*step_*"))] == ["step_2", "step_3"]
+    for step in (2, 3):
+        assert_equal(trained(beside, step), trained(at_once, step))
+        assert_equal(state_of(beside / f"step_{step}"), state_of(at_once / f"step_{step}"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_on_one_host_ends_all_between_steps(
+    rank: int, ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    overrides = ["save_every_n_steps=1", "evaluation=null", "enable_async_checkpointing=True"]
+    results = listen(ranks, workspace, 2, tmp_path / "run", *overrides, planted="disk", rank=rank)
+    assert [status for status, *_ in results] == [2, 2]
+    (line,) = _told(results)
+    assert "No space left on device" in line and "step_1" in line
+    assert not list((tmp_path / "run").glob("*step_*"))
 
 
 def _told(results: Sequence[tuple[int, str, str]]) -> list[str]:

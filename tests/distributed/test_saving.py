@@ -84,10 +84,26 @@ def test_replicas_save_once_and_read_alike(base: str, ranks: Ranks, tmp_path: Pa
         assert differing(got, want) == []
 
 
+@pytest.mark.parametrize(("count", "replicas", "room"), [(2, 1, 1 << 20), (4, 2, 1 << 14)], ids=["2", "2x2, no room"])
+def test_written_beside_training_it_is_the_same(
+    count: int, replicas: int, room: int, base: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    at_once, beside = (arguments(base, tmp_path / name, PACKED) for name in ("at_once", "beside"))
+    want = ranks.run(count, checkpoints.saved, *at_once, replicas)[0]
+    for got in ranks.run(count, checkpoints.saved_beside, *beside, replicas, room):
+        assert differing(got, want) == []
+    assert [path.name for path in (tmp_path / "beside").iterdir()] == ["step_2"]
+    files = differing_files(tmp_path / "at_once", tmp_path / "beside")
+    assert [name for name in files if "model" in name or "config" in name] == []
+    for got in ranks.run(count, checkpoints.resumed, *beside, replicas):
+        assert differing(got, want) == []
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_fails_on_one_rank(failing: int, base: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_one_rank(failing: int, beside: bool, base: str, ranks: Ranks, tmp_path: Path) -> None:
     """That rank says so in one line and the others stop, nothing of the checkpoint remains, the one before is whole."""
-    given = (base, "LLAMA3", "torchtune.models.llama3.llama3", str(tmp_path / "run"), failing)
+    given = (base, "LLAMA3", "torchtune.models.llama3.llama3", str(tmp_path / "run"), failing, beside)
     answers = ranks.run(2, checkpoints.saved_while_a_disk_fails, *given)
     assert [stops for _, stops in answers] == [True, True]
     assert "No space left on device" in answers[failing][0] and "step_2" in answers[failing][0]

@@ -54,7 +54,7 @@ def wrapper_of(params: Iterable[Tensor]) -> str:
     return ""
 
 
-VERSIONS = "2.11 to 2.13"
+VERSIONS = "2.11 to 2.14"
 """Of torch, whose FSDP2 has been read."""
 
 GATHERS, GATHER = "unshard", "foreach_all_gather"

@@ -217,7 +217,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 def read_anew() -> str:
     """The cache modifier of loads past a device's caches, which may hold an earlier table, beside ``volatile``.
 
-    NVIDIA needs none: Triton 3.7 drops it there, 3.6 and 3.8 do not compile the two together. On AMD ``volatile`` alone
+    NVIDIA needs none: Triton up to 3.7 drops it there, 3.8 does not compile the two together. On AMD ``volatile`` alone
     reads a cache.
     """
     return ".cv" if torch.version.hip else ""

@@ -19,6 +19,7 @@ from offload.plan import replay as replaying
 from offload.simulation.accelerator import SimulatedAccelerator
 
 STREAMS = {"compute": 7, "update": 24, "up": 20, "down": 21}
+"""Others, from 30 on, are a library's that exchanges tensors with other devices."""
 APART = 1e-4
 """Microseconds between two moments of a thread, which on the simulator may be none."""
 
@@ -66,20 +67,22 @@ class Kineto(SimulatedAccelerator):
 
     def _launched(self, thread: str, call: float, stream: str, begin: float, end: float, name: str) -> None:
         number = len(self.events) + 1
+        place = STREAMS.get(stream, 30)
+        name = name if stream in STREAMS else f"ncclDevKernel_{name}"
         is_copy = stream in ("up", "down")
         runtime = {"External id": number, "cbid": 41 if is_copy else 211, "correlation": number}
         self._complete(
             "cuda_runtime", "cudaMemcpyAsync" if is_copy else "cudaLaunchKernel", 1, thread, call, 0.0, runtime
         )
         kind = {"up": "HtoD (Pinned -> Device)", "down": "DtoH (Device -> Pinned)"}
-        on_device = {"device": 0, "context": 1, "stream": STREAMS[stream], "correlation": number, "External id": number}
+        on_device = {"device": 0, "context": 1, "stream": place, "correlation": number, "External id": number}
         self._complete(
             "gpu_memcpy" if is_copy else "kernel", f"Memcpy {kind[stream]}" if is_copy else name.replace(" ", "_"),
-            0, STREAMS[stream], begin * 1e6, (end - begin) * 1e6, on_device,
+            0, place, begin * 1e6, (end - begin) * 1e6, on_device,
         )  # fmt: skip
         flow = {"id": number, "cat": "ac2g", "name": "ac2g"}
         self.events.append({"ph": "s", "pid": 1, "tid": thread, "ts": call, **flow})
-        self.events.append({"ph": "f", "pid": 0, "tid": STREAMS[stream], "ts": begin * 1e6, "bp": "e", **flow})
+        self.events.append({"ph": "f", "pid": 0, "tid": place, "ts": begin * 1e6, "bp": "e", **flow})
 
     def _complete(
         self, kind: str, name: str, process: int, thread: Any, begin: float, seconds: float, args: dict[str, Any]
@@ -127,9 +130,9 @@ def write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def traced_replay(
-    monkeypatch: pytest.MonkeyPatch, path: Path, replay: Callable[[], replaying.Result]
-) -> replaying.Result:
-    """What ``replay`` returns, with a trace of its machine at ``path``."""
+    monkeypatch: pytest.MonkeyPatch, path: Path, replay: Callable[[], Any], module: Any = replaying
+) -> Any:
+    """What ``replay`` of a module returns, with a trace of its machine at ``path``."""
     made: list[Kineto] = []
 
     def make(*args: Any, **kwargs: Any) -> Kineto:
@@ -143,7 +146,7 @@ def traced_replay(
         made[-1].end_step()
 
     with monkeypatch.context() as patch:
-        patch.setattr(replaying, "SimulatedAccelerator", make)
+        patch.setattr(module, "SimulatedAccelerator", make)
         patch.setattr(OffloadOptimizer, "zero_grad", step)
         patch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
         patch.setattr(torch.profiler, "record_function", lambda name: made[-1].range(name))

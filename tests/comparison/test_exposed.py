@@ -20,6 +20,7 @@ from offload.comparison.exposed import UnitTime, account
 from offload.comparison.trace import TraceError, read_trace
 from offload.engine.marks import ALL
 from offload.engine.runtime import Direction, Event, traced
+from offload.plan import distributed
 from offload.plan.replay import replay
 from offload.plan.workload import GB, Machine, Workload
 from tests.comparison.kineto import traced_replay, write_trace
@@ -59,6 +60,24 @@ def test_it_is_what_the_simulated_timeline_tells(case: str, tmp_path: Path, monk
     for field, agent in (("up", "up"), ("down", "down"), ("update", worker)):
         total = sum(getattr(unit, field) for unit in found.units.values())
         assert total == pytest.approx(simulated.busy[agent], rel=0.03), field
+
+
+def test_where_a_model_is_sharded_gathers_wait_for_units_and_are_not_the_optimizers_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives alone expose some; what a unit's update and a collective expose at once is the unit's."""
+    cards = distributed.System("cards", machine(link=8), 100 * GB, False)
+    plan = distributed.Plan(cards, 4, LOAD, True)
+    alone = distributed.replay_nothing(plan)
+    path = tmp_path / "trace.json"
+    simulated = traced_replay(
+        monkeypatch, path, lambda: distributed.replay_engine(plan, in_flight_gib=8.0, **STREAM), distributed
+    )
+    found = account(read_trace(path))
+    assert list(found.units) == UNITS and found.step == pytest.approx(simulated.step, rel=0.01)
+    optimizers = simulated.exposed - alone.exposed
+    assert optimizers > 0.05 * simulated.step
+    assert optimizers <= found.exposed <= 1.5 * optimizers < simulated.exposed
 
 
 # ---- by hand
@@ -198,20 +217,20 @@ class SlowLink(ThreadedRuntime):
         return self.record()
 
 
-def profiled(path: Path, in_backward: bool) -> Path:
+def profiled(path: Path, in_backward: bool, *, device: str = "cpu", width: int = 8) -> Path:
     """Three recorded steps of a model of four layers."""
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4))).to(device)
     optimizer = OffloadOptimizer(
         model.named_parameters(), fused=True, strategy="stream", update_in_backward=in_backward, model=model
     )
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
+        activities=torch.profiler.supported_activities(),
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
     ) as profiler:
         for _ in range(5):
-            model(torch.ones(2, 8)).square().mean().backward()
+            model(torch.ones(2, width, device=device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             profiler.step()
@@ -226,6 +245,20 @@ def test_a_real_trace_of_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.steps == 3 and list(found.units) == ["0", "1", "2", "3"]
     assert all(unit.up >= COPY_SECONDS for unit in found.units.values())
     assert 2 * COPY_SECONDS < found.exposed <= found.step
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, and there is none here")
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_real_trace_of_an_accelerator(in_backward: bool, tmp_path: Path) -> None:
+    """The model's work takes less time than its states' way: 16 MiB a layer each way, beside products with two rows."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    path = profiled(tmp_path / "trace.json.gz", in_backward, device=accelerator.type, width=2048)
+    found = account(read_trace(path))
+    assert found.of_device and found.steps == 3 and list(found.units) == ["0", "1", "2", "3"]
+    assert all(min(unit.up, unit.down, unit.update) > 0 for unit in found.units.values())
+    assert 0.2 * found.step < found.exposed <= found.step
 
 
 def test_a_real_trace_without_a_device_of_its_own(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from offload.plan.prediction import Prediction
 from offload.plan.work import Work
 from offload.plan.workload import Machine
 from offload.training.budgeting import Plan, Planner
-from offload.training.dividing import least
+from offload.training.dividing import AUTO, least
 from offload.training.placement import Room
 from offload.training.predicting import Predictor
 from offload.training.ranking import Changes
@@ -63,11 +63,12 @@ class PredictorOfRanks:
 
 def exchanges(settings: Any) -> Iterator[Changes]:
     """What processes may exchange otherwise, a run's own first: weights that are kept for backward or gathered again,
-    gradients that are summed in fewer bytes."""
+    gradients that are summed in fewer bytes. What a run leaves open is told."""
     kept = () if settings.reshard_after_forward is False else ("reshard_after_forward=False",)
     again = () if settings.reshard_after_forward is True else ("reshard_after_forward=True",)
     narrow = () if settings.reduce_dtype == "bf16" or settings.dtype != "bf16" else ("reduce_dtype=bf16",)
-    seen: set[Changes] = set()
+    is_open = settings.reshard_after_forward == AUTO
+    seen: set[Changes] = set() if not is_open else {(), narrow}
     for changes in ((), kept, again, narrow, (*kept, *narrow), (*again, *narrow)):
         if changes not in seen:
             seen.add(changes)

@@ -193,7 +193,7 @@ def test_what_processes_exchange_is_tried_with_all_else() -> None:
         ("reshard_after_forward=False", "reduce_dtype=bf16"),
     ]  # fmt: skip
     settings.reshard_after_forward, settings.reduce_dtype = "auto", "bf16"
-    assert list(exchanges(settings)) == [(), ("reshard_after_forward=False",), ("reshard_after_forward=True",)]
+    assert list(exchanges(settings)) == [("reshard_after_forward=False",), ("reshard_after_forward=True",)]
 
 
 @pytest.mark.parametrize("kind", ["torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit"])

@@ -1,12 +1,13 @@
 """How far `tune plan` is from what small runs on the CPU take: plans each, runs it, and records both.
 
-    python scripts/plan_accuracy.py             # all, about ten minutes on an idle machine
+    python scripts/plan_accuracy.py             # all, about twenty minutes on an idle machine
     python scripts/plan_accuracy.py 3 17 18     # these alone; the others are as recorded
     python scripts/plan_accuracy.py --plan      # plans all again; what they took is as recorded
 
 Each plan and each run is a process of its own. What a run took is its largest resident set, which metrics.jsonl has as
-memory/host_rss_peak_gib. Models are the tiny one of the package and a small one of the same family with random weights,
-each through both libraries that models come from.
+memory/host_rss_peak_gib. Equal runs differ by up to a tenth, by where the C library's heap happens to put small
+objects: each is run three times, and the median counts. Models are the tiny one of the package and a small one of the
+same family with random weights, each through both libraries that models come from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "scripts" / "results" / "plan_memory.json"
 
-COMMON = ("device=cpu", "max_steps_per_epoch=3", "evaluation=null", "metric_logger=null", "lr_scheduler=null")
+COMMON = ("device=cpu", "max_steps_per_epoch=3", "evaluation=null", "metric_logger=null", "lr_scheduler=null",
+          "+dataset.train_on_input=True")  # fmt: skip
+"""Every token has a label: those without one have no logits, which no plan knows before it has seen the data."""
+
 FULL, LORA = "tiny_llama_offload", "tiny_llama_lora"
 RECIPES = {FULL: "full_finetune_single_device", LORA: "lora_finetune_single_device"}
 PACKED = "optimizer.optimizer_class=offload.optim.AdamW ~optimizer.fused"
@@ -36,6 +41,9 @@ SMALL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "embed_dim": 512, "
 OF_SMALL = " ".join(f"model.{key}={value}" for key, value in SMALL.items()) + " checkpointer.checkpoint_dir={small}"
 SGD = "optimizer.optimizer_class=torch.optim.SGD ~optimizer.fused ~optimizer.betas"
 SMALL_TRANSFORMERS = TRANSFORMERS.replace("${tiny_llama:checkpoint}", "{small}")
+
+TIMES = 3
+"""That each setting is run."""
 
 RUNS = (
     (FULL, "batch_size=4"),
@@ -101,22 +109,28 @@ def tune(*words: str) -> str:
     return done.stdout
 
 
-def measure(name: str, overrides: str, small: Path, measured: float | None) -> dict[str, Any]:
+def peak(name: str, words: list[str]) -> float:
+    """A run's, in GiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        tune("run", RECIPES[name], "--config", name, *words, f"output_dir={folder}/run")
+        last = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    return float(json.loads(last)["memory/host_rss_peak_gib"])
+
+
+def measure(name: str, overrides: str, small: Path, runs: list[float] | None) -> dict[str, Any]:
     """A run's host memory in GiB, planned and measured; it does not run where that is known."""
     words = [*COMMON, *overrides.replace("{small}", str(small)).split()]
     told = tune("plan", "--config", name, *words)
     planned = re.search(r"^host in all.*?: ([\d.]+) GiB", told, re.M)
     assert planned is not None
-    if measured is None:
-        with tempfile.TemporaryDirectory() as folder:
-            tune("run", RECIPES[name], "--config", name, *words, f"output_dir={folder}/run")
-            last = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        measured = json.loads(last)["memory/host_rss_peak_gib"]
+    runs = runs or sorted(round(peak(name, words), 3) for _ in range(TIMES))
+    measured = statistics.median(runs)
     return {
         "config": name,
         "overrides": overrides.split(),
         "planned_gib": float(planned[1]),
-        "measured_gib": round(measured, 3),
+        "measured_gib": measured,
+        "runs_gib": runs,
         "off_percent": round(100 * (float(planned[1]) / measured - 1), 1),
     }
 
@@ -129,7 +143,7 @@ def main() -> None:
         small = Path(folder) / "small"
         make_small(small)
         for index in chosen:
-            rows[index] = measure(*RUNS[index], small, rows[index]["measured_gib"] if plans else None)
+            rows[index] = measure(*RUNS[index], small, rows[index]["runs_gib"] if plans else None)
             print(index, rows[index], flush=True)
     record = {"command": "python scripts/plan_accuracy.py", "small": SMALL, "runs": rows}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -233,13 +233,8 @@ def on_cpu(
     weights: int,
     base: int,
     beside: Iterable[tuple[str, int]] = (),
-    accumulates: bool = False,
 ) -> list[Item]:
-    """The items of a run on the CPU, where all is in pageable memory; arguments as above.
-
-    Args:
-        accumulates: a step has several micro-batches.
-    """
+    """The items of a run on the CPU, where all is in pageable memory; arguments as above."""
     moment = counted.before if counted.before.total >= counted.after.total else counted.after
     states = optimizer.device + sum(map(sum, optimizer.locked.values())) + sum(optimizer.pageable.values())
     items = [
@@ -248,7 +243,7 @@ def on_cpu(
         Item(HOST, STATES, states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
         *(Item(HOST, name, nbytes) for name, nbytes in beside),
-        Item(HOST, "the C library's heap", counted.heap[accumulates], "holes that nothing fits into"),
+        Item(HOST, "the C library's heap", counted.heap, "holes that nothing fits into"),
         Item(HOST, "kernels' code", KERNELS, "read in the first step"),
         Item(HOST, "Python, libraries, data", base),
     ]

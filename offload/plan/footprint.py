@@ -47,6 +47,15 @@ class Moment:
     at: str = ""
 
 
+EDGE, DIMENSION, STORAGE, VERSION, TASK = 16, 8, 96, 24, (24, 16)
+"""Bytes of small objects that stay, in the order in which PyTorch makes them: a node of autograd's graph has a list of
+its edges, one for each tensor that it has a gradient for, and some have sizes; a tensor with memory of its own has a
+``c10::StorageImpl`` before it and a counter of versions behind; backward has two tables of the nodes. Larger objects,
+as nodes themselves, fit into no remainder of a tensor."""
+
+KEEP_SIZES = {"view", "_unsafe_view", "_reshape_alias", "expand", "sum", "mean", "select", "slice", "as_strided"}
+"""Operations whose nodes keep their input's sizes (tools/autograd/derivatives.yaml)."""
+
 HEAD, TAIL = -1, -2
 """Stages of backward beside those of layers: until a layer has a gradient, and when what is before all layers has."""
 
@@ -60,14 +69,13 @@ class Footprint:
         stages: the fullest moment from then on while the gradient that came last was of a layer, by its index, or of
             none (HEAD, TAIL).
         kept: bytes of activations when forward is done: what backward needs.
-        heap: bytes that the C library holds beyond these where tensors are the host's, in steps of one micro-batch
-            and of several.
+        heap: bytes that the C library holds beyond these where tensors are the host's.
     """
 
     before: Moment
     stages: dict[int, Moment]
     kept: int
-    heap: tuple[int, int] = (0, 0)
+    heap: int = 0
 
     @property
     def after(self) -> Moment:
@@ -93,8 +101,8 @@ class Footprint:
         def number(one: int, another: int) -> int:
             return int(one + share * (another - one))
 
-        heap = (number(self.heap[0], other.heap[0]), number(self.heap[1], other.heap[1]))
-        return Footprint(moment(self.before, other.before), stages, number(self.kept, other.kept), heap)
+        numbers = number(self.kept, other.kept), number(self.heap, other.heap)
+        return Footprint(moment(self.before, other.before), stages, *numbers)
 
 
 def without_activations(parameters: int, gradients: int) -> Footprint:
@@ -129,7 +137,7 @@ def footprint(
     keeps_gradients: bool,
     gradient_dtype: torch.dtype | None = None,
     layers: Sequence[nn.Module] = (),
-    of_host: bool = False,
+    host_states: Sequence[int] | None = None,
 ) -> Footprint:
     """What forward and backward of one micro-batch take.
 
@@ -140,7 +148,8 @@ def footprint(
             soon as it is complete.
         gradient_dtype: what gradients are kept in where that is not the parameters' dtype.
         layers: of the module, whose stages of backward are told apart.
-        of_host: tensors will be in the host's memory, and the C library's heap is counted.
+        host_states: where all tensors will be in the host's memory, bytes of each that comes after the first backward
+            and stays; the C library's heap is counted then.
     """
     # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
     played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
@@ -151,13 +160,12 @@ def footprint(
             loss = step()
             kept = account.now[ACTIVATIONS]
             account.where = ["backward"]
+            account.begin_backward()
             loss.backward()
         return account, kept
 
     account, kept = without_memory(module, trace)
-    if not of_host:
-        return Footprint(account.before, account.stages, kept)
-    heap = held_beyond_use(account.events), held_beyond_use(account.events, micro_batches=2)
+    heap = 0 if host_states is None else held_beyond_use(account.events, host_states)
     return Footprint(account.before, account.stages, kept, heap)
 
 
@@ -181,6 +189,9 @@ class _Account(TorchDispatchMode):
         self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
         self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
         self.events: list[Event] = []
+        self._nodes = self._first_node = torch._C._autograd._get_sequence_nr()
+        self._of_view: tuple[int, ...] = ()
+        self._of_recomputation: list[int] = []
         self._total = 0
         for tensor in (*module.parameters(), *module.buffers()):
             self._add(tensor, PARAMETERS)
@@ -191,15 +202,45 @@ class _Account(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and self._are_gradients(*args[:2]):
-            # Gradients of one parameter. Autograd adds them in place where no mode looks on:
+        if func is torch.ops.aten.add.Tensor and (self._are_gradients(*args[:2]) or _are_summed(*args[:2])):
+            # Autograd adds a tensor's gradients in place where no mode looks on:
             # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
             return args[0].add_(args[1])
+        self._note_nodes(func, args)
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             if isinstance(each, Tensor):
                 self._add(each, ACTIVATIONS)
         return out
+
+    def _note_nodes(self, func: Any = None, args: Any = ()) -> None:
+        """Autograd numbers its nodes. It makes a view's after the operation, any other's before. The loss holds on to
+        those of forward until backward is over; a checkpointed layer's second forward to its own."""
+        number = torch._C._autograd._get_sequence_nr()
+        is_backward = torch._C._current_autograd_node() is not None
+        if is_backward and not torch.is_grad_enabled():
+            self.events += [(key, None, False) for key in self._of_recomputation]
+            self._of_recomputation.clear()
+            self._nodes = number
+            return
+        before, self._of_view = self._of_view, ()
+        sizes = () if func is None else _small_objects(func, args)
+        if func is not None and func.is_view:
+            self._of_view = sizes
+        for node in range(self._nodes, number):
+            for place, nbytes in enumerate(before or sizes):
+                key = -(_MOST_OF_A_NODE * node + place) - 1
+                self.events.append((key, nbytes, False))
+                if is_backward:
+                    self._of_recomputation.append(key)
+            before = ()
+        self._nodes = number
+
+    def begin_backward(self) -> None:
+        """Which has a table of all nodes until it is over."""
+        self._note_nodes()
+        number = len(TASK) * (self._nodes - self._first_node)
+        self.events += [(-1 - (1 << 40) - place, TASK[place % len(TASK)], False) for place in range(number)]
 
     def _are_gradients(self, one: Tensor, other: Any) -> bool:
         return one.shape in self._shapes and isinstance(other, Tensor) and other.shape == one.shape
@@ -211,13 +252,15 @@ class _Account(TorchDispatchMode):
             entry = self._storages[key] = [kind, -(-storage.nbytes() // BLOCK) * BLOCK]
             self._change(kind, entry[1])
             if kind != PARAMETERS:
-                self.events.append((key, storage.nbytes()))
+                self.events.append((key + 1, STORAGE, False))
+                self.events.append((key, storage.nbytes(), True))
+                self.events.append((key + 2, VERSION, False))
             weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
         kind, nbytes = self._storages.pop(key)
         self._change(kind, -nbytes)
-        self.events.append((key, None))
+        self.events += [(key + place, None, place == 0) for place in range(3)]
 
     def _change(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes
@@ -269,6 +312,30 @@ class _Account(TorchDispatchMode):
 
     def _leave(self) -> None:
         self.where.pop()
+
+
+def _are_summed(one: Tensor, other: Any) -> bool:
+    """Whether these are gradients that autograd sums, and nothing else holds on to the first."""
+    if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+        return False
+    uses = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1  # less the one of this question
+    return isinstance(other, Tensor) and other.shape == one.shape and uses == 1 and one.is_contiguous()
+
+
+_MOST_OF_A_NODE = 8
+
+
+def _small_objects(func: Any, args: Any) -> tuple[int, ...]:
+    """Bytes of those that an operation's node has."""
+    given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
+    if not given:
+        return ()
+    name, edges = func.overloadpacket.__name__, EDGE * len(given)
+    if name in KEEP_SIZES:
+        return edges, DIMENSION * max(1, given[0].dim())
+    if name == "mm":  # of both, and their strides
+        return edges, *4 * (2 * DIMENSION,)
+    return (edges,)
 
 
 def _played_attention(

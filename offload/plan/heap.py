@@ -1,82 +1,91 @@
 """What the C library's heap holds of the host's memory beyond what is in use, without the memory.
 
 PyTorch takes a CPU tensor's memory from ``posix_memalign``, and glibc gives what it is given back to the system only at
-the heap's end. The rules are those of https://sourceware.org/git/?p=glibc.git;a=blob;f=malloc/malloc.c with its default
-settings: the best fit among free chunks, then the heap's end, then a mapping of its own for a chunk above a threshold
-that grows with what is freed.
+the heap's end. The rules are those of glibc 2.36 with its default settings
+(https://sourceware.org/git/?p=glibc.git;a=blob;f=malloc/malloc.c;hb=refs/tags/glibc-2.36); names are its own.
 
-A tensor's chunk is aligned to 64 bytes, and what is cut off at its ends is smaller than any tensor. Small objects
-(nodes of the graph, Python's) take those remainders, so that the hole which the tensor leaves is a little too small for
-the next of its size. That is where most of what the heap holds beyond its use comes from.
+A tensor's chunk is aligned to 64 bytes, and what is cut off at its ends is smaller than any tensor. Small objects take
+those remainders, so that the hole which the tensor leaves is a little too small for the next of its size. Those that
+stay long are autograd's: what a node of its graph has beside it stays until backward is over. That is where most of
+what the heap holds beyond its use comes from.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-LEAST = 32
-"""Bytes of the smallest chunk (``MINSIZE``)."""
+MINSIZE = 32
+"""Bytes of the smallest chunk."""
 
 ALIGNMENT = 64
 """Of PyTorch's tensors (``gAlignment`` in c10/core/alignment.h)."""
 
-THRESHOLD, MOST_THRESHOLD = 128 << 10, 32 << 20
-"""From which size on a chunk has a mapping of its own, at first and at most (``DEFAULT_MMAP_THRESHOLD``)."""
+MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = 128 << 10, 32 << 20
+"""From which size on a chunk has a mapping of its own, at first and at most: it grows with what is given back."""
 
 TOP_PAD = 128 << 10
-"""What the heap grows by beyond what it must, and keeps at its end (``DEFAULT_TOP_PAD``)."""
+"""What the heap grows by beyond what it must, and keeps at its end."""
+
+TRIM_THRESHOLD = 128 << 10
+"""What the heap's end has to have for that, at first; twice the other threshold when that has grown."""
 
 PAGE = 4096
 
-CACHED = 7
-"""Chunks of a size that a thread's cache keeps; they count as in use (``TCACHE_FILL_COUNT``)."""
+TCACHE_COUNT, TCACHE_MOST = 7, 1040
+"""Chunks of a size that a thread's cache keeps, and the largest size; they count as in use."""
 
-TAKEN = 0.065
-"""Remainders of each size that small objects hold at a time, as a share of the tensors that a step makes; of the
-others, those beside free chunks join them. The number is no rule of glibc's: it was chosen for the first runs of
-scripts/plan_accuracy.py, whose record shows how it does on the others."""
+FASTBIN_MOST, CONSOLIDATION = 128, 64 << 10
+"""Bytes of chunks that are not joined with their neighbours before a chunk of so many is given back, or one of
+``SMALL`` asked for."""
+
+SMALL = 1024
+"""Bytes from which on chunks of about a size share a bin."""
+
+START = 0x290
+"""Bytes of the cache, which is the heap's first chunk."""
 
 STEPS = 3
-"""Passes over a step's tensors, after which the heap has found its shape."""
+"""Passes over a step, after which the heap has found its shape."""
 
-Event = tuple[int, int | None]
-"""A tensor's key, and its bytes when it is made, None when it is gone."""
+STARTS = 6
+"""Heaps that differ in what was there before: where small objects come to lie decides how large the holes are, and
+equal runs differ by as much as these do. What is told is the mean."""
 
+OBJECTS = (24, 40, 56, 104)
+"""Bytes of what was there, in turn; every second one is gone again."""
 
-class _Chunk:
-    """A part of the heap, free or not, between its neighbours; or a mapping of its own, whose address is -1."""
-
-    __slots__ = ("address", "after", "before", "is_free", "nbytes")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address, self.nbytes = address, nbytes
-        self.is_free = False
-        self.before: _Chunk | None = None
-        self.after: _Chunk | None = None
+Event = tuple[int, int | None, bool]
+"""A key; bytes when memory is taken, None when it is given back; whether it is a tensor's, which is aligned."""
 
 
 class Heap:
-    """Hands out tensors' memory as glibc does.
-
-    Args:
-        taken: remainders of each size that stay in use.
+    """Hands out memory as glibc does: addresses of chunks, counted from the heap's start, below zero for mappings.
 
     Attributes:
+        resident: bytes of the heap that were touched, and of mappings.
         reserved: bytes of the heap from its start to its end, and of mappings.
-        resident: of them, those that were touched.
-        in_use: bytes that were asked for and not freed.
+        in_use: bytes that were asked for and not freed, with what chunks take beside.
     """
 
-    def __init__(self, taken: int = CACHED) -> None:
+    def __init__(self) -> None:
         self.in_use = 0
-        self._most_taken = taken
-        self._threshold = THRESHOLD
-        self._free: list[tuple[int, int, _Chunk]] = []  # by size, then address
-        self._last: _Chunk | None = None
-        self._top = self._end = self._touched = self._mapped = 0
-        self._taken: dict[int, int] = defaultdict(int)
+        self._sizes: dict[int, int] = {}  # of chunks that are in use, or look so to their neighbours
+        self._free: dict[int, int] = {}  # their sizes
+        self._ends: dict[int, int] = {}  # of free chunks
+        self._cache: dict[int, list[int]] = defaultdict(list)
+        self._fast: dict[int, list[int]] = defaultdict(list)
+        self._unsorted: dict[int, None] = {}  # the first is the oldest
+        self._small: dict[int, dict[int, None]] = {}  # by size; the first is the oldest
+        self._large: dict[int, list[int]] = {}  # by size, as glibc has them
+        self._binned: list[int] = []  # sizes of both
+        self._last_remainder = -1
+        self._top = self._touched = START
+        self._end = START + TOP_PAD + PAGE - (START + TOP_PAD) % PAGE
+        self._mapped = 0
+        self._mappings = 0
+        self._mmap_threshold, self._trim_threshold = MMAP_THRESHOLD, TRIM_THRESHOLD
 
     @property
     def reserved(self) -> int:
@@ -86,128 +95,256 @@ class Heap:
     def resident(self) -> int:
         return self._touched + self._mapped
 
-    def allocate(self, nbytes: int) -> _Chunk:
-        """A tensor's chunk."""
-        size = max(LEAST, -(-(nbytes + 8) // 16) * 16)
-        chunk = self._chunk(size + ALIGNMENT + LEAST)
-        if chunk.address >= 0:
-            lead = -(chunk.address + 16) % ALIGNMENT
-            lead += ALIGNMENT if 0 < lead < LEAST else 0
-            if lead:
-                rest = self._split(chunk, lead)
-                self._remainder(chunk)
-                chunk = rest
-            if chunk.nbytes - size > LEAST:
-                self._remainder(self._split(chunk, size))
-        self.in_use += chunk.nbytes
-        self._touched = max(self._touched, min(self._top, self._end))
-        return chunk
-
-    def free(self, chunk: _Chunk) -> None:
-        """Give a tensor's chunk back."""
-        self.in_use -= chunk.nbytes
-        if chunk.address < 0:
-            self._mapped -= chunk.nbytes
-            if self._threshold < chunk.nbytes <= MOST_THRESHOLD:
-                self._threshold = chunk.nbytes
-        else:
-            self._join(chunk)
-
-    def _chunk(self, size: int) -> _Chunk:
-        place = bisect_left(self._free, (size,))
-        if place < len(self._free):
-            chunk = self._free.pop(place)[2]
-            chunk.is_free = False
-            if chunk.nbytes - size >= LEAST:
-                self._put(self._split(chunk, size))
+    def allocate(self, nbytes: int, *, aligned: bool = True) -> int:
+        """``posix_memalign`` as PyTorch calls it for tensors, or ``malloc``."""
+        size = max(MINSIZE, (nbytes + 23) & ~15)
+        if not aligned:
+            cached = self._cache.get(size)
+            chunk = cached.pop() if cached else self._malloc(size)
+            self.in_use += self._sizes[chunk]
             return chunk
-        if self._end - self._top < size + LEAST:
-            if size >= self._threshold:
-                mapping = _Chunk(-1, -(-(size + 16) // PAGE) * PAGE)
-                self._mapped += mapping.nbytes
-                return mapping
-            self._end += -(-(size + TOP_PAD + LEAST - (self._end - self._top)) // PAGE) * PAGE
-        chunk = _Chunk(self._top, size)
-        chunk.before = self._last
-        if self._last is not None:
-            self._last.after = chunk
-        self._last = chunk
-        self._top += size
+        chunk = self._malloc(size + ALIGNMENT + MINSIZE + 16)  # which counts a chunk's header twice
+        lead = -(chunk + 16) % ALIGNMENT if chunk >= 0 else 0
+        if lead:
+            lead += ALIGNMENT if lead < MINSIZE else 0
+            whole = self._sizes[chunk]
+            self._sizes[chunk], self._sizes[chunk + lead] = lead, whole - lead
+            self._give_back(chunk)
+            chunk += lead
+        whole = self._sizes[chunk]
+        if chunk >= 0 and whole > size + MINSIZE:
+            self._sizes[chunk], self._sizes[chunk + size] = size, whole - size
+            self._give_back(chunk + size)
+        self.in_use += self._sizes[chunk]
         return chunk
 
-    def _split(self, chunk: _Chunk, size: int) -> _Chunk:
-        """Cut a chunk after ``size`` bytes; returns the second part."""
-        rest = _Chunk(chunk.address + size, chunk.nbytes - size)
-        rest.before, rest.after = chunk, chunk.after
-        if chunk.after is None:
-            self._last = rest
-        else:
-            chunk.after.before = rest
-        chunk.after, chunk.nbytes = rest, size
-        return rest
-
-    def _remainder(self, chunk: _Chunk) -> None:
-        if self._taken[chunk.nbytes] < self._most_taken:
-            self._taken[chunk.nbytes] += 1
-        else:
-            self._join(chunk)
-
-    def _join(self, chunk: _Chunk) -> None:
-        """Make a chunk free, with its free neighbours, or part of the heap's end."""
-        if chunk.before is not None and chunk.before.is_free:
-            before = chunk.before
-            self._take(before)
-            self._merge(before, chunk)
-            chunk = before
-        chunk.is_free = False
-        if chunk.after is None:
-            self._top, self._last = chunk.address, chunk.before
-            if chunk.before is not None:
-                chunk.before.after = None
-            if self._end - self._top >= 2 * self._threshold:
-                self._end = -(-(self._top + TOP_PAD) // PAGE) * PAGE
-                self._touched = min(self._touched, self._end)
+    def free(self, chunk: int) -> None:
+        """Give a chunk back."""
+        size = self._sizes[chunk]
+        self.in_use -= size
+        if chunk >= 0:
+            self._give_back(chunk)
             return
-        if chunk.after.is_free:
-            self._take(chunk.after)
-            self._merge(chunk, chunk.after)
-        self._put(chunk)
+        del self._sizes[chunk]
+        self._mapped -= size
+        # What the alignment cut off at a mapping's start does not count.
+        size -= 48
+        if self._mmap_threshold < size <= MMAP_THRESHOLD_MAX:
+            self._mmap_threshold, self._trim_threshold = size, 2 * size
 
-    def _merge(self, chunk: _Chunk, after: _Chunk) -> None:
-        chunk.nbytes += after.nbytes
-        chunk.after = after.after
-        if after.after is None:
-            self._last = chunk
+    # ---- taking
+
+    def _malloc(self, size: int) -> int:
+        """``_int_malloc``."""
+        if size <= FASTBIN_MOST and self._fast[size]:
+            fast = self._fast[size]
+            chunk = fast.pop()
+            while fast and len(self._cache[size]) < TCACHE_COUNT:
+                self._cache[size].append(fast.pop())
+            return chunk
+        is_small = size < SMALL
+        if is_small:
+            if size in self._small:
+                chunk = self._oldest(size)
+                while size in self._small and len(self._cache[size]) < TCACHE_COUNT:
+                    self._cache[size].append(self._oldest(size))
+                return chunk
         else:
-            after.after.before = chunk
+            self._consolidate()
+        while True:
+            found = self._sort(size)
+            if found is None:
+                found = self._fitting(size)
+            if found is None and self._end - self._top < size + MINSIZE and self._consolidate():
+                continue
+            return self._from_top(size) if found is None else found
 
-    def _put(self, chunk: _Chunk) -> None:
-        chunk.is_free = True
-        insort(self._free, (chunk.nbytes, chunk.address, chunk))
+    def _oldest(self, size: int) -> int:
+        chunk = next(iter(self._small[size]))
+        self._unlink(chunk)
+        self._sizes[chunk] = size
+        return chunk
 
-    def _take(self, chunk: _Chunk) -> None:
-        del self._free[bisect_left(self._free, (chunk.nbytes, chunk.address))]
+    def _sort(self, size: int) -> int | None:
+        """Put chunks that were given back into bins; returns one of just that size."""
+        is_cached = False
+        while self._unsorted:
+            chunk = next(iter(self._unsorted))
+            has = self._free[chunk]
+            is_remainder = chunk == self._last_remainder and len(self._unsorted) == 1
+            if size < SMALL and is_remainder and has > size + MINSIZE:
+                self._unlink(chunk)
+                self._last_remainder = chunk + size
+                self._sizes[chunk] = size
+                self._put(chunk + size, has - size)
+                return chunk
+            del self._unsorted[chunk]
+            if has != size:
+                self._bin(chunk, has)
+                continue
+            del self._free[chunk], self._ends[chunk + has]
+            self._sizes[chunk] = size
+            if size > TCACHE_MOST or len(self._cache[size]) == TCACHE_COUNT:
+                return chunk
+            self._cache[size].append(chunk)
+            is_cached = True
+        return self._cache[size].pop() if is_cached else None
+
+    def _bin(self, chunk: int, size: int) -> None:
+        if size < SMALL:
+            same = self._small.get(size)
+            if same is None:
+                same = self._small[size] = {}
+                insort(self._binned, size)
+            same[chunk] = None
+        elif size in self._large:
+            self._large[size].insert(1, chunk)
+        else:
+            self._large[size] = [chunk]
+            insort(self._binned, size)
+
+    def _fitting(self, size: int) -> int | None:
+        """The best fit of the chunks in bins."""
+        place = bisect_left(self._binned, size)
+        if place == len(self._binned):
+            return None
+        has = self._binned[place]
+        if has < SMALL:
+            chunk = next(iter(self._small[has]))
+        else:
+            same = self._large[has]
+            its_own = size >= SMALL and _bin_of(has) == _bin_of(size)
+            chunk = same[min(1, len(same) - 1)] if its_own else same[-1]
+        self._unlink(chunk)
+        if has - size < MINSIZE:
+            self._sizes[chunk] = has
+        else:
+            self._sizes[chunk] = size
+            self._put(chunk + size, has - size)
+            if size < SMALL:
+                self._last_remainder = chunk + size
+        return chunk
+
+    def _from_top(self, size: int) -> int:
+        """From the heap's end, which grows where it must (``sysmalloc``)."""
+        if self._end - self._top < size + MINSIZE:
+            if size >= self._mmap_threshold:
+                self._mappings += 1
+                nbytes = self._sizes[-self._mappings] = -(-(size + 8) // PAGE) * PAGE
+                self._mapped += nbytes
+                return -self._mappings
+            self._end += -(-(size + TOP_PAD + MINSIZE - (self._end - self._top)) // PAGE) * PAGE
+        chunk = self._top
+        self._sizes[chunk] = size
+        self._top += size
+        self._touched = max(self._touched, self._top)
+        return chunk
+
+    # ---- giving back
+
+    def _give_back(self, chunk: int) -> None:
+        """``_int_free``."""
+        size = self._sizes[chunk]
+        if size <= TCACHE_MOST and len(self._cache[size]) < TCACHE_COUNT:
+            self._cache[size].append(chunk)
+        elif size <= FASTBIN_MOST:
+            self._fast[size].append(chunk)
+        elif self._join(chunk) >= CONSOLIDATION:
+            self._consolidate()
+            spare = self._end - self._top
+            if spare >= self._trim_threshold:
+                self._end -= max(0, spare - MINSIZE - 1 - TOP_PAD) // PAGE * PAGE
+                self._touched = min(self._touched, self._end)
+
+    def _consolidate(self) -> bool:
+        """Join small chunks with their neighbours; whether there were any."""
+        found = False
+        for size in sorted(size for size, chunks in self._fast.items() if chunks):
+            chunks, self._fast[size] = self._fast[size], []
+            found = True
+            for chunk in reversed(chunks):
+                self._join(chunk)
+        return found
+
+    def _join(self, chunk: int) -> int:
+        """Make a chunk free, with its free neighbours, or part of the heap's end; returns the bytes of it all."""
+        size = self._sizes.pop(chunk)
+        if chunk in self._ends:
+            before = self._ends[chunk]
+            size += self._unlink(before)
+            chunk = before
+        if chunk + size == self._top:
+            self._top = chunk
+            return self._end - chunk
+        if chunk + size in self._free:
+            size += self._unlink(chunk + size)
+        self._put(chunk, size)
+        return size
+
+    def _put(self, chunk: int, size: int) -> None:
+        self._free[chunk] = size
+        self._ends[chunk + size] = chunk
+        self._unsorted[chunk] = None
+
+    def _unlink(self, chunk: int) -> int:
+        """Take a free chunk out of wherever it is."""
+        size = self._free.pop(chunk)
+        del self._ends[chunk + size]
+        if chunk in self._unsorted:
+            del self._unsorted[chunk]
+            return size
+        if size < SMALL:
+            small = self._small[size]
+            del small[chunk]
+            if small:
+                return size
+            del self._small[size]
+        else:
+            large = self._large[size]
+            large.remove(chunk)
+            if large:
+                return size
+            del self._large[size]
+        del self._binned[bisect_left(self._binned, size)]
+        return size
 
 
-def held_beyond_use(events: Iterable[Event], micro_batches: int = 1) -> int:
+def _bin_of(size: int) -> int:
+    """The number of a large chunk's bin (``largebin_index_64``)."""
+    for shift, most, first in ((6, 48, 48), (9, 20, 91), (12, 10, 110), (15, 4, 119), (18, 2, 124)):
+        if size >> shift <= most:
+            return first + (size >> shift)
+    return 126
+
+
+def held_beyond_use(events: Iterable[Event], states: Sequence[int] = ()) -> int:
     """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that.
 
     Args:
-        events: tensors of a micro-batch in the order in which they come and go; what is left goes at its end.
-        micro_batches: of a step.
+        events: of a step in the order in which memory comes and goes; what is left goes at its end.
+        states: bytes of each tensor that comes at the end of the first step and stays.
     """
     events = list(events)
-    made = micro_batches * sum(nbytes is not None for _, nbytes in events)
-    heap = Heap(max(CACHED, round(TAKEN * made)))
+    return sum(_held(events, states, 40 * start) for start in range(STARTS)) // STARTS
+
+
+def _held(events: Sequence[Event], states: Sequence[int], objects: int) -> int:
+    heap = Heap()
+    before = [heap.allocate(OBJECTS[index % len(OBJECTS)], aligned=False) for index in range(objects)]
+    for chunk in before[::2]:
+        heap.free(chunk)
     most = used = 0
-    for _ in range(STEPS):
-        chunks: dict[int, _Chunk] = {}
-        for key, nbytes in events:
+    for step in range(STEPS):
+        chunks: dict[int, int] = {}
+        for key, nbytes, aligned in events:
             if nbytes is not None:
-                chunks[key] = heap.allocate(nbytes)
+                chunks[key] = heap.allocate(nbytes, aligned=aligned)
                 most, used = max(most, heap.resident), max(used, heap.in_use)
             elif key in chunks:
                 heap.free(chunks.pop(key))
+        for nbytes in states if step == 0 else ():
+            heap.allocate(nbytes)
+            most, used = max(most, heap.resident), max(used, heap.in_use)
         for chunk in chunks.values():
             heap.free(chunk)
     return most - used

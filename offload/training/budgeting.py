@@ -154,7 +154,11 @@ class Planner:
         are_apart = optimizer.keeps_gradients and (sharding.ranks > 1 or settings.gradient_accumulation_steps > 1)
         keeps = optimizer.keeps_gradients and not are_apart
         if traced:
-            counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps, of_host=not on_gpu)
+            staying = None
+            if not on_gpu:
+                staying = [(name, nbytes) for _, name, nbytes in self._states_of(settings, named) or ()]
+                staying += [(name, _nbytes([param])) for name, param in named if are_apart]
+            counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps, host_states=staying)
         else:
             gradients = _nbytes(param for _, param in named) if keeps else 0
             counted = without_activations(_nbytes(params), gradients)
@@ -170,14 +174,24 @@ class Planner:
             moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0
             items = on_accelerator(counted, optimizer, weights=weights, base=base, moved=moved, beside=beside)
         else:
-            accumulates = settings.gradient_accumulation_steps > 1
-            items = on_cpu(counted, optimizer, weights=weights, base=base, beside=beside, accumulates=accumulates)
+            items = on_cpu(counted, optimizer, weights=weights, base=base, beside=beside)
         items += _disk(settings, numbers, states, dtype)
         if settings.compile:
             notes.append("compile=True: what compilation fuses away was counted, what it adds was not")
         return Plan(Budget(tuple(items)), *numbers, settings.batch_size, int(length), tuple(notes))
 
     # ---- optimizer
+
+    def _states_of(
+        self, settings: TrainSettings, named: list[tuple[str, nn.Parameter]]
+    ) -> list[tuple[str, str, int]] | None:
+        """State, parameter and bytes of all that the optimizer keeps; None where it cannot be told."""
+        section = settings.optimizer
+        probed = _probed(section, resolve(section["_component_"], key="optimizer._component_"))
+        key = repr((settings.model, getattr(settings, "adapter", None), settings.dtype, probed))
+        if key not in self._states:
+            self._states[key] = _states(probed, named)
+        return self._states[key]
 
     def _optimizer(
         self,
@@ -192,11 +206,7 @@ class Planner:
         section = settings.optimizer
         kind: Any = resolve(section["_component_"], key="optimizer._component_")
         sizes = [sharding.part(param.numel() * param.element_size()) for _, param in named]
-        probed = _probed(section, kind)
-        key = repr((settings.model, getattr(settings, "adapter", None), settings.dtype, probed))
-        if key not in self._states:
-            self._states[key] = _states(probed, named)
-        states = self._states[key]
+        states = self._states_of(settings, named)
         if states is None:
             notes.append(f"optimizer: {section['_component_']} does not run on the CPU: its states are not counted")
             states = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.config.loading import instantiate
+from offload.engine.units import clean_name
 from offload.models.protocol import CausalLM
 from offload.plan.footprint import Footprint, footprint, of_more_layers
 from offload.training.activations import prepare_activations
@@ -82,7 +83,7 @@ class Tracer:
         length: int,
         *,
         keeps: bool,
-        of_host: bool = False,
+        host_states: Sequence[tuple[str, int]] | None = None,
     ) -> Footprint:
         """What one micro-batch takes.
 
@@ -92,40 +93,61 @@ class Tracer:
             dtype: of the parameters.
             length: tokens of each sequence.
             keeps: gradients stay until all are there.
-            of_host: it trains on the CPU.
+            host_states: where it trains on the CPU, the name of a parameter and the bytes of each tensor of it that
+                comes with the first update and stays.
         """
         key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
-               settings.enable_activation_checkpointing, settings.compile, keeps, of_host)  # fmt: skip
+               settings.enable_activation_checkpointing, settings.compile, keeps,
+               None if host_states is None else tuple(host_states))  # fmt: skip
         found = self._found.setdefault(key, {})
 
         def traced(batch: int) -> Footprint:
             if batch not in found:
-                found[batch] = _extrapolated(model, settings, batch, length, keeps=keeps, of_host=of_host)
+                found[batch] = _extrapolated(model, settings, batch, length, keeps=keeps, host_states=host_states)
             return found[batch]
 
         batch = settings.batch_size
         more = [other for other in found if other > batch]
-        if batch in found or not more:
+        if batch in found or not more or host_states is not None:  # the heap's holes are on no line
             return traced(batch)
         less, least = max((other for other in found if other < batch), default=1), min(more)
         return traced(less) if less == batch else traced(less).towards(found[least], (batch - less) / (least - less))
 
 
 def _extrapolated(
-    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, of_host: bool
+    model: CausalLM,
+    settings: TrainSettings,
+    batch: int,
+    length: int,
+    *,
+    keeps: bool,
+    host_states: Sequence[tuple[str, int]] | None,
 ) -> Footprint:
     number = len(layers_of(model.module))
     if number <= 2 * TRACED[1]:
-        return _trace(model, settings, batch, length, keeps=keeps, of_host=of_host, number=number)
-    few, more = (_trace(model, settings, batch, length, keeps=keeps, of_host=of_host, number=each) for each in TRACED)
+        return _trace(model, settings, batch, length, keeps=keeps, host_states=host_states, number=number)
+    few, more = (
+        _trace(model, settings, batch, length, keeps=keeps, host_states=host_states, number=each) for each in TRACED
+    )
     return of_more_layers(few, more, (number - TRACED[1]) / (TRACED[1] - TRACED[0]))
 
 
 def _trace(
-    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, keeps: bool, of_host: bool, number: int
+    model: CausalLM,
+    settings: TrainSettings,
+    batch: int,
+    length: int,
+    *,
+    keeps: bool,
+    host_states: Sequence[tuple[str, int]] | None,
+    number: int,
 ) -> Footprint:
     few, layers, step = shortened(model, settings, batch, length, number=number)
-    return footprint(few.module, step, keeps_gradients=keeps, layers=layers, of_host=of_host)
+    staying = None
+    if host_states is not None:
+        names = {clean_name(name) for name, _ in few.module.named_parameters()}
+        staying = [nbytes for name, nbytes in host_states if name in names]
+    return footprint(few.module, step, keeps_gradients=keeps, layers=layers, host_states=staying)
 
 
 def shortened(

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import torchao_shim
 from offload.models.torchtune import TorchtuneModel
 from offload.plan.footprint import footprint
+from offload.plan.heap import Event
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 
 TOKENS = 128
@@ -110,6 +112,59 @@ def test_sums_by_hand() -> None:
     assert kept.after.parts["gradients"] >= 2 * WEIGHT > streamed.after.parts.get("gradients", 0)
     assert kept.peak() > streamed.peak()
     assert streamed.peak(in_flight=10 * OUT) == streamed.after.total + 10 * OUT
+
+
+class Shared(nn.Module):
+    """Results that several operations take, which autograd sums the gradients of, in a layer that is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.checkpointed = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x = x + x.sin() * x.cos()
+        return x.view(2, -1, 256).transpose(0, 1) * checkpoint(self._branches, x, use_reentrant=False).view(-1, 2, 256)
+
+    def _branches(self, x: Tensor) -> Tensor:
+        x = self.checkpointed(x)
+        return x.tanh() + x.sigmoid()
+
+
+def events_of(module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Of a step on the host."""
+    found: list[Event] = []
+    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda events, states: found.extend(events) or 0)
+    with torch.device("meta"):
+        empty = module()
+    footprint(empty, lambda: empty(torch.zeros(BATCH, 256)).sum(), keeps_gradients=True, host_states=[])
+    return found
+
+
+def test_the_hosts_heap_is_asked_for_as_many_tensors_as_pytorch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [nbytes for _, nbytes, is_tensor in events_of(Shared, monkeypatch) if is_tensor and nbytes]
+    module = Shared()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        module(torch.zeros(BATCH, 256)).sum().backward()
+    allocated = [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for nbytes in (OUT, WEIGHT):
+        assert counted.count(nbytes) == allocated.count(nbytes) > 1
+
+
+def test_the_hosts_heap_is_asked_for_every_nodes_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes are those of the graph that a step leaves, from its end; they stay until backward is over."""
+    events = events_of(Shared, monkeypatch)
+    nodes, left = set(), [Shared()(torch.zeros(BATCH, 256)).sum().grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in nodes and "AccumulateGrad" not in node.name():
+            nodes.add(node)
+            left += [before for before, _ in node.next_functions]
+    gone = {key for key, nbytes, _ in events if nbytes is None}
+    tables = [key for key, nbytes, _ in events if nbytes is not None and key < -(1 << 40)]
+    assert len(tables) == 2 * len(nodes)
+    edges = [nbytes for key, nbytes, _ in events if nbytes is not None and -(1 << 40) < key < 0 and key not in gone]
+    assert len(nodes) <= len(edges) <= 2 * len(nodes)
 
 
 def test_gradients_may_be_kept_in_another_dtype() -> None:

@@ -228,7 +228,7 @@ def test_costs_are_those_of_predicted_steps(monkeypatch: pytest.MonkeyPatch, tmp
     common = ("device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=32", "loss=torch.nn.CrossEntropyLoss")
 
     def told(*overrides: str) -> list[str]:
-        room = 600 << 20
+        room = 640 << 20
         return advisor("tiny_llama_offload", *common, *overrides).lines(CPU, of_device=False, used=2**29, room=room)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

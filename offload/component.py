@@ -17,7 +17,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -221,7 +221,9 @@ def returned_type(component: Any) -> type | None:
     return annotation if inspect.isclass(annotation) else None
 
 
-def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
+def signature_of(
+    component: Callable[..., Any], kwargs: Mapping[str, Any], *, asked: Collection[str] | None = None
+) -> inspect.Signature:
     """The arguments that ``component`` takes when it is given ``kwargs``, without ``self``.
 
     Three things go beyond :func:`inspect.signature`:
@@ -235,6 +237,12 @@ def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> in
 
     A component without a signature (some are written in C) gives ``(*args, **kwargs)``: everything is
     accepted.
+
+    Args:
+        component: a class or a function.
+        kwargs: that it is given.
+        asked: names that the answer is wanted for; None for all. ``datasets``, which takes half a second to import, is
+            asked for those that the component does not name itself.
 
     Raises:
         UserError: from ``config_signature``.
@@ -250,6 +258,8 @@ def signature_of(component: Callable[..., Any], kwargs: Mapping[str, Any]) -> in
     except (ValueError, TypeError):
         return _OPEN_SIGNATURE
     signature = _without_string_annotations(signature, _namespace(component))
+    if asked is not None and signature.parameters.keys() >= set(asked):
+        return signature
     return _with_load_dataset(signature, kwargs)
 
 

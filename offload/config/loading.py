@@ -335,7 +335,7 @@ def _check_component(
         known = {name: value for name, value in arguments.items() if not isinstance(value, (Unknown, Missing))}
         if len(known) < len(arguments) and hasattr(component, "config_signature"):
             return  # what it takes may depend on what is not known yet
-        signature = components.signature_of(component, known)
+        signature = components.signature_of(component, known, asked=arguments)
     except LocalModuleError:
         return
     except UserError as error:

@@ -12,7 +12,7 @@ GIB = 2**30
 
 DEVICE, LOCKED, HOST, DISK = "GPU", "host, page-locked", "host", "disk"
 
-STATES, IN_FLIGHT = "optimizer states", "states and gradients in flight"
+STATES, IN_FLIGHT, WEIGHTS, CUDA = "optimizer states", "states and gradients in flight", "weights", "CUDA context"
 """Items, which other parts of a plan look for."""
 
 CONTEXT = int(0.45 * GIB)
@@ -81,6 +81,11 @@ class Budget:
     @property
     def host(self) -> int:
         return self.of(LOCKED, HOST)
+
+    def may_fit(self, device: int | None) -> bool:
+        """Whether the card has room for the model's weights: no setting of batches and the optimizer changes them."""
+        fixed = sum(item.nbytes for item in self.items if item.place == DEVICE and item.name in (WEIGHTS, CUDA))
+        return device is None or fixed <= device
 
     def lines(self) -> list[str]:
         """A table: place, name, amount and note of each item."""
@@ -205,7 +210,7 @@ def on_accelerator(
     moment = counted.before if early else counted.after
     in_flight = 0 if early else optimizer.in_flight
     items = [
-        Item(DEVICE, "weights", weights),
+        Item(DEVICE, WEIGHTS, weights),
         Item(DEVICE, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
         Item(DEVICE, IN_FLIGHT, in_flight, "optimizer.in_flight_gib"),
         Item(DEVICE, STATES, optimizer.device),
@@ -215,7 +220,7 @@ def on_accelerator(
     used = sum(item.nbytes for item in items)
     items += [
         Item(DEVICE, "slack of PyTorch's allocator", min(int(SLACK * used), MOST_SLACK), "at most"),
-        Item(DEVICE, "CUDA context", CONTEXT),
+        Item(DEVICE, CUDA, CONTEXT),
     ]
     items += [
         Item(LOCKED, name, locked_bytes(sizes, in_slabs=optimizer.in_slabs)) for name, sizes in optimizer.locked.items()
@@ -238,7 +243,7 @@ def on_cpu(
     moment = counted.before if counted.before.total >= counted.after.total else counted.after
     states = optimizer.device + sum(map(sum, optimizer.locked.values())) + sum(optimizer.pageable.values())
     items = [
-        Item(HOST, "weights", weights),
+        Item(HOST, WEIGHTS, weights),
         Item(HOST, "gradients", moment.parts.get(GRADIENTS, 0), _kept(optimizer)),
         Item(HOST, STATES, states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),

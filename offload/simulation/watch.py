@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,10 +52,13 @@ def host_needs_result(func: Any, args: Sequence[Any]) -> bool:
     return operation == "is_nonzero" or not _WAITING_TAGS.isdisjoint(func.tags)
 
 
-_FRESH = torch.ops.aten.lift_fresh.default
-"""Of ``torch.tensor(...)``: said to be a view, and the first that is seen of a tensor."""
+_VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes",
+          "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}  # fmt: skip
+"""Operations whose result is never new memory. Others that are said to be views copy where they have to, among them
+``reshape`` and ``contiguous``, which a tensor subclass calls as they are."""
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     """Whether an operation touches no memory."""
-    return func.is_view and func is not _FRESH
+    return func.namespace == "aten" and func.overloadpacket.__name__ in _VIEWS

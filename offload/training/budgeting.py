@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from offload.auto import AutoPlacement
 from offload.component import resolve
 from offload.config.loading import instantiate
-from offload.engine.forecast import forms_of, stand_in
+from offload.engine.forecast import Component, forms_of, kind_of, stand_in
 from offload.engine.placement import Placement
 from offload.engine.units import clean_name
 from offload.errors import UserError
@@ -59,14 +60,53 @@ class Plan:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A model, and what every plan of it asks for.
+
+    Attributes:
+        parts: the model.
+        packed: its weights that take other bytes.
+        named: what trains, by name.
+        sizes: bytes of each of these.
+        numbers: elements of the model, and of what trains.
+        nbytes: of the model's parameters, none of them packed.
+        layers: their number.
+    """
+
+    parts: CausalLM
+    packed: Packed
+    named: list[tuple[str, nn.Parameter]]
+    sizes: list[int]
+    numbers: tuple[int, int]
+    nbytes: int
+    layers: int
+
+
+def _described(parts: CausalLM, packed: Packed) -> _Described:
+    params = list(parts.module.parameters())
+    named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
+    numbers = sum(param.numel() for param in params), sum(param.numel() for _, param in named)
+    sizes = [param.numel() * param.element_size() for _, param in named]
+    return _Described(parts, packed, named, sizes, numbers, _nbytes(params), len(layers_of(parts.module)))
+
+
 READERS = 24 << 20
 """Bytes of the host that a run takes and a plan does not: what reads data sets and checkpoints, and the logs. In runs
 of tiny_llama_offload, resident memory before the first step less that of a process that has checked the run; 34 MiB
 with a model of transformers."""
 
 
+ELSEWHERE = int(0.57 * GIB)
+"""Bytes of the host that a run's process takes before its model on another machine: 0.54 GiB with a model of torchtune,
+0.58 with one of transformers, where that was measured as :func:`process_of_a_run` does."""
+
+
 def process_of_a_run() -> int:
-    """Bytes of the host that a run's process takes before its model, from this one's, which has imported the same."""
+    """Bytes of the host that a run's process takes before its model, from this one's, which has imported the same but
+    for what reads data."""
+    if importlib.util.find_spec("datasets") is not None:
+        importlib.import_module("datasets")
     return use_of_this_process().resident + READERS
 
 
@@ -82,7 +122,8 @@ class Planner:
     def __init__(self, base: int | Callable[[], int], *, adapts: bool) -> None:
         self._asked, self._adapts = base, adapts
         self._tracer = Tracer()
-        self._models: dict[Any, tuple[CausalLM, Packed]] = {}
+        self._models: dict[Any, _Described] = {}
+        self._of_sections: dict[Any, tuple[Any, _Described]] = {}
         self._states: dict[str, list[tuple[str, str, int]] | None] = {}
 
     def plan(
@@ -126,25 +167,32 @@ class Planner:
 
     def model_of(self, settings: TrainSettings, dtype: torch.dtype) -> tuple[CausalLM, Packed]:
         """The model with its tensors on the meta device."""
-        key = repr(settings.model), repr(getattr(settings, "adapter", None)), dtype
-        if key not in self._models:
-            self._models[key] = self._model(settings, dtype)
-        return self._models[key]
+        described = self._describe(settings, dtype)
+        return described.parts, described.packed
+
+    def _describe(self, settings: TrainSettings, dtype: torch.dtype) -> _Described:
+        # Settings that differ elsewhere have the same sections, which are compared at length where they have not.
+        sections = settings.model, getattr(settings, "adapter", None)
+        place = (*map(id, sections), dtype)
+        if place not in self._of_sections:
+            key = (*map(repr, sections), dtype)
+            if key not in self._models:
+                self._models[key] = _described(*self._model(settings, dtype))
+            self._of_sections[place] = sections, self._models[key]
+        return self._of_sections[place][1]
 
     def _plan(
         self, settings: TrainSettings, device: torch.device, dtype: torch.dtype, sharding: Sharding, *, traced: bool
     ) -> Plan:
-        parts, packed = self.model_of(settings, dtype)
-        params = list(parts.module.parameters())
-        named = [(clean_name(name), param) for name, param in parts.module.named_parameters() if param.requires_grad]
-        numbers = sum(p.numel() for p in params), sum(p.numel() for _, p in named)
+        model = self._describe(settings, dtype)
+        parts, packed, numbers = model.parts, model.packed, model.numbers
         largest = max((p.numel() for p in packed.weights), default=0)
         saved = int((dtype.itemsize - packed.nbytes) * packed.elements)
         on_gpu = device.type != "cpu"
         notes: list[str] = []
         if packed.dequantized:
             notes.append(f"the {packed.dequantized} weights of the folder are read as {settings.dtype}, and saved so")
-        optimizer, states = self._optimizer(settings, named, sharding, on_gpu=on_gpu, notes=notes)
+        optimizer, states = self._optimizer(settings, model, sharding, on_gpu=on_gpu, notes=notes)
         base = self._base
         length = settings.tokenizer.get("max_seq_len")
         if length is None:
@@ -156,21 +204,20 @@ class Planner:
         if traced:
             staying = None
             if not on_gpu:
-                staying = [(name, nbytes) for _, name, nbytes in self._states_of(settings, named) or ()]
-                staying += [(name, _nbytes([param])) for name, param in named if are_apart]
+                staying = [(name, nbytes) for _, name, nbytes in self._states_of(settings, model.named) or ()]
+                staying += [(name, _nbytes([param])) for name, param in model.named if are_apart]
             counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps, host_states=staying)
         else:
-            gradients = _nbytes(param for _, param in named) if keeps else 0
-            counted = without_activations(_nbytes(params), gradients)
+            counted = without_activations(model.nbytes, sum(model.sizes) if keeps else 0)
         weights = sharding.part(weights_of(counted) - saved)
         beside = _gathered(sharding, parts, counted, settings)
         if are_apart:
             name = "gradients, this rank's part" if sharding.ranks > 1 else "gradients of all micro-batches"
-            beside.append((name, sharding.part(_nbytes(param for _, param in named))))
+            beside.append((name, sharding.part(sum(model.sizes))))
         if packed.weights:
             beside.append(("a weight in 16 bits, to compute with", largest * dtype.itemsize))
         if on_gpu:
-            kept = 2 / max(3, len(layers_of(parts.module)))  # a layer's on its way out, another's on its way in
+            kept = 2 / max(3, model.layers)  # a layer's on its way out, another's on its way in
             moved = int(counted.kept * (1 - kept)) if settings.enable_activation_offloading else 0
             items = on_accelerator(counted, optimizer, weights=weights, base=base, moved=moved, beside=beside)
         else:
@@ -196,7 +243,7 @@ class Planner:
     def _optimizer(
         self,
         settings: TrainSettings,
-        named: list[tuple[str, nn.Parameter]],
+        model: _Described,
         sharding: Sharding,
         *,
         on_gpu: bool,
@@ -205,8 +252,8 @@ class Planner:
         """What this rank's keeps, and the bytes of the states of all ranks."""
         section = settings.optimizer
         kind: Any = resolve(section["_component_"], key="optimizer._component_")
-        sizes = [sharding.part(param.numel() * param.element_size()) for _, param in named]
-        states = self._states_of(settings, named)
+        sizes = [sharding.part(nbytes) for nbytes in model.sizes]
+        states = self._states_of(settings, model.named)
         if states is None:
             notes.append(f"optimizer: {section['_component_']} does not run on the CPU: its states are not counted")
             states = []
@@ -240,7 +287,9 @@ class Planner:
         if offloads and (not early or accumulates):
             given = section.get("accumulation_dtype")
             width = None if given is None else ACCUMULATION_DTYPES[given].itemsize
-            locked["gradients"] = [sharding.part(param.numel() * (width or param.element_size())) for _, param in named]
+            locked["gradients"] = [
+                sharding.part(param.numel() * (width or param.element_size())) for _, param in model.named
+            ]
         bound = int(section.get("in_flight_gib", 1.0) * GIB)
         staged = min(int(STAGING_SHARE * bound), sum(locked.get(STATES, []))) if strategy in ("stream", "auto") else 0
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
@@ -276,23 +325,33 @@ def _probed(section: DictConfig, kind: Any) -> DictConfig:
 def _states(section: DictConfig, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, str, int]] | None:
     """State, parameter and bytes of all that the optimizer will keep: its class steps small parameters of the same
     names once. None where it does not run on the CPU."""
-    stand_ins = []
+    # Without groups by name, parameters of a kind have the same states.
+    kinds = {name: name if "param_groups" in section else repr(kind_of(param)) for name, param in named}
+    stand_ins: dict[str, tuple[str, nn.Parameter]] = {}
     for name, param in named:
-        small = stand_in(param)
-        small.grad = torch.zeros_like(small)
-        stand_ins.append((name, small))
-    optimizer = instantiate(section, stand_ins)
+        if kinds[name] not in stand_ins:
+            small = stand_in(param)
+            small.grad = torch.zeros_like(small)
+            stand_ins[kinds[name]] = name, small
+    optimizer = instantiate(section, list(stand_ins.values()))
     try:
         with torch.compiler.set_stance("force_eager"):
             optimizer.step()
     except Exception:
         return None
+    forms: dict[str, list[tuple[str, list[Component]]]] = {
+        kind: [
+            (state, list(forms_of(value, small)))
+            for state, value in optimizer.state[small].items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        for kind, (_, small) in stand_ins.items()
+    }
     found = []
-    for (name, param), (_, small) in zip(named, stand_ins, strict=True):
-        for state, value in optimizer.state[small].items():
-            if isinstance(value, Tensor) and value.dim():
-                tensors = [each.of(param) for each in forms_of(value, small)]
-                found.append((state, name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
+    for name, param in named:
+        for state, components in forms[kinds[name]]:
+            tensors = [each.of(param) for each in components]
+            found.append((state, name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
     return found
 
 

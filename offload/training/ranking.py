@@ -111,6 +111,7 @@ class Ranking:
         self._machine, self._device, self._limits, self._allowed = machine, device, limits, allowed
         self._dtype = DTYPES[settings.dtype]
         self._room = Room(*limits)
+        self._leasts: dict[Changes, Plan] = {}
 
     def best(self, number: int) -> list[Choice]:
         """The fastest that fit, with their predictions; one of each kind, with the micro-batch that suits it.
@@ -118,6 +119,8 @@ class Ranking:
         Where nothing fits so, less is in flight; where nothing fits at the run's length and chunks of the loss, these
         are cut too.
         """
+        if not self._least((), self._settings).budget.may_fit(self._limits[0]):
+            return []
         for shapes, in_flight in (
             (self._shapes(), ()),
             (self._shapes(), ("0.25",)),
@@ -154,7 +157,7 @@ class Ranking:
         for optimizer in optimizers(self._settings, in_flight):
             with contextlib.suppress(UserError):
                 changed = applied(self._settings, optimizer)
-                least = self._planner.least(changed, self._device, self._dtype)
+                least = self._least(optimizer, changed)
                 if not least.budget.fits(*self._limits):
                     continue
                 for shape in shapes:
@@ -170,6 +173,12 @@ class Ranking:
         fastest = max(candidate.speed for candidate in found)
         # Speeds that are hardly different are one speed: of these the fewest changes come first.
         return sorted(found, key=lambda each: (round((1 - each.speed / fastest) / ALIKE), len(each.changes)))
+
+    def _least(self, optimizer: Changes, changed: TrainSettings) -> Plan:
+        """What a run with a changed optimizer takes beside its activations."""
+        if optimizer not in self._leasts:
+            self._leasts[optimizer] = self._planner.least(changed, self._device, self._dtype)
+        return self._leasts[optimizer]
 
     def _may_fit(self, settings: TrainSettings, least: Plan) -> bool:
         """Whether what a forward without checkpointing keeps at the very least leaves room, which needs no trace."""

@@ -31,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 WANTED = [
+    "transformers",  # what a machine has may be older than what the models need
     "torchtune",
     "torchao",
     "torchdata",
@@ -61,8 +62,8 @@ WANTED = [
     "opentelemetry-exporter-http-transport",
     "googleapis-common-protos",
 ]
-"""Everything of torchtune, torchao, bitsandbytes, omegaconf and wandb, with their needs, that does not come with torch,
-numpy, transformers, tokenizers, sentencepiece, tiktoken, pandas, pyarrow and requests."""
+"""Everything of transformers, torchtune, torchao, bitsandbytes, omegaconf and wandb, with their needs, that does not
+come with torch, numpy, tokenizers, huggingface_hub, sentencepiece, tiktoken, pandas, pyarrow and requests."""
 
 LIMIT_MIB = 64.0
 MIB = 2**20

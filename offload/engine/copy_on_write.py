@@ -372,6 +372,7 @@ class CopyOnWrite:
         if self._room is None:
             raise RuntimeError("there is no room for a snapshot: call reserve_snapshot first")
         self.wait()
+        self._runtime.record().synchronize()  # what updates at once, or the caller, has queued
         changed: dict[Hashable, list[Memory]] = {piece: list(self._changed_by(piece)) for piece in pieces}
         self._current = Snapshot(self._runtime, self._room, changed)
         return self._current

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from offload.engine import units
-from offload.engine.copy_on_write import Memory, Room, Snapshot
+from offload.engine.copy_on_write import CopyOnWrite, Memory, Room, Snapshot
 from offload.engine.memory import HostMemory
 from offload.engine.runtime import HostRuntime
 from offload.engine.units import flat_bytes
@@ -83,6 +83,22 @@ def test_room_that_is_copied_into_is_not_used_again() -> None:
         on_host.zero_()
         with snapshot.reading(on_host) as values:
             assert values.eq(1).all()
+        snapshot.close()
+        simulator.finish()
+
+
+def test_what_the_caller_has_queued_is_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates at once, on the caller's stream, are nothing that the engine waits for."""
+    with SimulatedAccelerator(order="late") as simulator:
+        weight = simulator.empty_device(512)
+        monkeypatch.setattr(CopyOnWrite, "_changed_by", lambda self, piece: iter([Memory(piece, piece)]))
+        snapshots = CopyOnWrite(simulator, HostMemory(simulator), cast(Any, None), None)
+        snapshots.reserve(1 << 12)
+        weight.fill_(3)
+        snapshot = snapshots.take([cast(Any, weight)])
+        snapshot.expect([weight])
+        with snapshot.reading(weight) as values:
+            assert values.eq(3).all()
         snapshot.close()
         simulator.finish()
 

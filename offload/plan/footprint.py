@@ -138,6 +138,7 @@ def footprint(
     gradient_dtype: torch.dtype | None = None,
     layers: Sequence[nn.Module] = (),
     host_states: Sequence[int] | None = None,
+    micro_batches: int = 1,
 ) -> Footprint:
     """What forward and backward of one micro-batch take.
 
@@ -150,6 +151,7 @@ def footprint(
         layers: of the module, whose stages of backward are told apart.
         host_states: where all tensors will be in the host's memory, bytes of each that comes after the first backward
             and stays; the C library's heap is counted then.
+        micro_batches: of a step.
     """
     # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
     played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
@@ -165,7 +167,7 @@ def footprint(
         return account, kept
 
     account, kept = without_memory(module, trace)
-    heap = 0 if host_states is None else held_beyond_use(account.events, host_states)
+    heap = 0 if host_states is None else held_beyond_use(account.events, host_states, micro_batches)
     return Footprint(account.before, account.stages, kept, heap)
 
 

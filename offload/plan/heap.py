@@ -46,8 +46,8 @@ SMALL = 1024
 START = 0x290
 """Bytes of the cache, which is the heap's first chunk."""
 
-STEPS = 3
-"""Passes over a step, after which the heap has found its shape."""
+STEPS, MOST_MICRO_BATCHES = 3, 4
+"""That are replayed; the heap has found its shape then."""
 
 STARTS = 6
 """Heaps that differ in what was there before: where small objects come to lie decides how large the holes are, and
@@ -317,24 +317,26 @@ def _bin_of(size: int) -> int:
     return 126
 
 
-def held_beyond_use(events: Iterable[Event], states: Sequence[int] = ()) -> int:
+def held_beyond_use(events: Iterable[Event], states: Sequence[int] = (), micro_batches: int = 1) -> int:
     """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that.
 
     Args:
-        events: of a step in the order in which memory comes and goes; what is left goes at its end.
-        states: bytes of each tensor that comes at the end of the first step and stays.
+        events: of a micro-batch in the order in which memory comes and goes; what is left goes at its end.
+        states: bytes of each tensor that comes at the end of the first micro-batch and stays.
+        micro_batches: of a step.
     """
     events = list(events)
-    return sum(_held(events, states, 40 * start) for start in range(STARTS)) // STARTS
+    passes = STEPS * min(micro_batches, MOST_MICRO_BATCHES)
+    return sum(_held(events, states, passes, 40 * start) for start in range(STARTS)) // STARTS
 
 
-def _held(events: Sequence[Event], states: Sequence[int], objects: int) -> int:
+def _held(events: Sequence[Event], states: Sequence[int], passes: int, objects: int) -> int:
     heap = Heap()
     before = [heap.allocate(OBJECTS[index % len(OBJECTS)], aligned=False) for index in range(objects)]
     for chunk in before[::2]:
         heap.free(chunk)
     most = used = 0
-    for step in range(STEPS):
+    for index in range(passes):
         chunks: dict[int, int] = {}
         for key, nbytes, aligned in events:
             if nbytes is not None:
@@ -342,7 +344,7 @@ def _held(events: Sequence[Event], states: Sequence[int], objects: int) -> int:
                 most, used = max(most, heap.resident), max(used, heap.in_use)
             elif key in chunks:
                 heap.free(chunks.pop(key))
-        for nbytes in states if step == 0 else ():
+        for nbytes in states if index == 0 else ():
             heap.allocate(nbytes)
             most, used = max(most, heap.resident), max(used, heap.in_use)
         for chunk in chunks.values():

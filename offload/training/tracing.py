@@ -98,7 +98,7 @@ class Tracer:
         """
         key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
                settings.enable_activation_checkpointing, settings.compile, keeps,
-               None if host_states is None else tuple(host_states))  # fmt: skip
+               None if host_states is None else (tuple(host_states), settings.gradient_accumulation_steps))  # fmt: skip
         found = self._found.setdefault(key, {})
 
         def traced(batch: int) -> Footprint:
@@ -147,7 +147,8 @@ def _trace(
     if host_states is not None:
         names = {clean_name(name) for name, _ in few.module.named_parameters()}
         staying = [nbytes for name, nbytes in host_states if name in names]
-    return footprint(few.module, step, keeps_gradients=keeps, layers=layers, host_states=staying)
+    return footprint(few.module, step, keeps_gradients=keeps, layers=layers, host_states=staying,
+                     micro_batches=settings.gradient_accumulation_steps)  # fmt: skip
 
 
 def shortened(

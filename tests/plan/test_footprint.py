@@ -134,7 +134,7 @@ class Shared(nn.Module):
 def events_of(module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """Of a step on the host."""
     found: list[Event] = []
-    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda events, states: found.extend(events) or 0)
+    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda events, *_: found.extend(events) or 0)
     with torch.device("meta"):
         empty = module()
     footprint(empty, lambda: empty(torch.zeros(BATCH, 256)).sum(), keeps_gradients=True, host_states=[])

@@ -130,9 +130,19 @@ def test_states_come_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
             heaps.append(self)
 
     monkeypatch.setattr("offload.plan.heap.Heap", Seen)
-    held_beyond_use([(0, MIB, True)], states=(100 << 10, 200 << 10))
+    held_beyond_use([(0, MIB, True)], states=(100 << 10, 200 << 10), micro_batches=2)
     assert len(heaps) == STARTS
     assert all(300 << 10 <= heap.in_use < 330 << 10 for heap in heaps)
+
+
+def test_every_micro_batch_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    allocate = Heap.allocate
+    monkeypatch.setattr(Heap, "allocate", lambda self, size, **how: seen.append(size) or allocate(self, size, **how))
+    held_beyond_use([(0, 5000, True)])
+    once = seen.count(5000)
+    held_beyond_use([(0, 5000, True)], micro_batches=2)
+    assert seen.count(5000) == 3 * once == 9 * STARTS
 
 
 def test_of_heaps_that_differ_it_tells_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:

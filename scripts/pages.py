@@ -11,7 +11,7 @@ STRATEGIES = ROOT / "docs" / "strategies.md"
 ADAMW = ROOT / "docs" / "adamw.md"
 MODELS = ROOT / "docs" / "models.md"
 DISTRIBUTED = ROOT / "docs" / "distributed.md"
-DISTRIBUTED = ROOT / "docs" / "distributed.md"
+PLANNING = ROOT / "docs" / "planning.md"
 
 
 def write_table(text: str, begin: str, end: str, page: Path) -> None:

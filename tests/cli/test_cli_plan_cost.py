@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import bench_cli
+
 PROGRAM = """
 import collections, gc, json, sys
 from unittest import mock
@@ -72,3 +74,15 @@ def test_what_cannot_fit_is_not_searched_for() -> None:
     # Weights of 15 GiB: no batch size or optimizer is tried, and the adapter's config with the same weights is passed
     # over.
     assert done["_states"] == 2 and done["describe"] == 2 and done["footprint"] == 4 and "replay" not in done
+
+
+def test_the_page_says_how_long_the_recorded_plans_took() -> None:
+    record = json.loads((bench_cli.ROOT / "scripts" / "results" / "cli.json").read_text())
+    said = bench_cli.sentence(record["plans"]["configs"]) if "plans" in record else "no run of it is recorded yet"
+    _, _, rest = bench_cli.PLANNING.read_text().partition(bench_cli.BEGIN)
+    assert said in rest.partition(bench_cli.END)[0]
+
+
+def test_the_sentence_is_the_slowest_the_fastest_and_the_middle() -> None:
+    said = bench_cli.sentence({name: {"seconds": seconds} for name, seconds in (("a", 2.0), ("b", 7.04), ("c", 3.0))})
+    assert "takes 2.0 to 7.0 s" in said and "3 configs at most 3.0 s" in said and "longest for `b`" in said

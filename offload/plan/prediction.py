@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.auto import LINK_BOUND
 from offload.placing import Speeds, host_share
 from offload.plan.calibration import Costs
 from offload.plan.efficiency import ATTENTION
@@ -300,13 +301,19 @@ def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
     steps = (1, 1) if settings.update_in_backward and hidden else QUICK
     room = None
     if settings.strategy == "auto":
-        helps = share_of_cpu(load.dtype.itemsize, machine, settings) > 0
+        # A step that computes for longer than this does not wait for the link, and the CPU is not tried.
+        away = max(0.0, load.parameters * settings.state_bytes - settings.room) / min(machine.up, machine.down)
+        waits = load.micro_batches * compute_seconds(load, machine) <= CERTAIN * LINK_BOUND * away
+        helps = waits and share_of_cpu(load.dtype.itemsize, machine, settings) > 0
         steps = (steps[0] + (DECIDED_WITH_CPU if helps else DECIDED) - 1, steps[1])
         speeds = speeds_of(machine, load, cpu_bytes=cpu_bytes(load.dtype.itemsize, settings))
         optimizer["speeds"] = speeds if helps else dataclasses.replace(speeds, cpu=NEVER)
         room = settings.room
     return replay(machine, load, steps=steps, shares_host_memory=True, room=room, is_checked=False, **optimizer)
 
+
+CERTAIN = 1.2
+"""Times what decides whether the CPU is tried: states move in portions, so that more of them may be away."""
 
 NEVER = 1e-9
 """Parameters a second of a CPU that is not asked."""

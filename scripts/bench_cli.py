@@ -66,8 +66,8 @@ def sentence(plans: dict[str, dict[str, float]]) -> str:
     times = sorted(row["seconds"] for row in plans.values())
     slowest = max(plans, key=lambda name: plans[name]["seconds"])
     return (
-        f"A plan takes {times[0]:.1f} to {times[-1]:.1f} s on one core of the machine that this was written on, for half "
-        f"of the\n{len(times)} configs at most {statistics.median(times):.1f} s, and longest for `{slowest}`\n"
+        f"A plan takes {times[0]:.1f} to {times[-1]:.1f} s on one core of the machine that this was written on, for "
+        f"half of the\n{len(times)} configs at most {statistics.median(times):.1f} s, and longest for `{slowest}`\n"
         "([recorded](../scripts/results/cli.json), `python scripts/bench_cli.py --plans`).\n"
     )
 

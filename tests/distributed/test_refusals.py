@@ -22,7 +22,7 @@ import offload.optim
 from offload import OffloadOptimizer
 from offload.engine import fsdp as engine_fsdp
 from offload.engine import shards
-from offload.engine.fsdp import difference, groups_of
+from offload.engine.fsdp import VERSIONS, difference, groups_of
 from offload.errors import UserError
 
 
@@ -177,7 +177,7 @@ def test_an_fsdp2_that_is_not_known_is_told_of(
     assert difference(model) == ""
     engine_fsdp._calls.cache_clear()
     change(monkeypatch)
-    with pytest.warns(UserWarning, match=rf"^optimizer: fully_shard of torch .* 2\.11 to 2\.13.*{told}.*waits for all"):
+    with pytest.warns(UserWarning, match=rf"^optimizer: fully_shard of torch .* {VERSIONS}.*{told}.*waits for all"):
         optimizer = OffloadOptimizer(model.named_parameters(), strategy="stream", model=model, lr=0.1)
     assert optimizer._machinery.engine._waits is None
     assert "unshard" not in vars(next(groups_of(model)))
@@ -188,9 +188,7 @@ def test_dtensors_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     param = shared(4, 2)
     shards.difference.cache_clear()
     monkeypatch.setitem(shards.PRIVATE, "torch.distributed.tensor._utils", ("compute_local_shape_and_offset",))
-    with pytest.raises(
-        UserError, match=r"^optimizer: DTensors of torch .* 2\.11 to 2\.13 .*compute_local_shape_and_off"
-    ):
+    with pytest.raises(UserError, match=rf"^optimizer: DTensors of torch .* {VERSIONS} .*compute_local_shape_and_off"):
         OffloadOptimizer([param], lr=0.1)
     shards.difference.cache_clear()
 

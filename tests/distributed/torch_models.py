@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.testing._internal.common_dist_composable import CompositeParamModel
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
@@ -307,6 +307,17 @@ SUBJECTS: dict[str, Subject] = {
     "replicated": Subject(replicated),
     "kept for two": Subject(lambda: each(mlps(), reshard_after_forward=2)),
 }
+
+YOUNGER = {
+    "two buffers": "set_reduce_scatter_max_input_buffers",
+    "own group": "set_separate_reduce_scatter_group",
+    "zeros for unused": "set_reduce_scatter_unused_params",
+}
+"""Of FSDP2, what torch 2.11 does not have."""
+
+for name, method in YOUNGER.items():
+    if not hasattr(FSDPModule, method):
+        del SUBJECTS[name]
 
 OF_FOUR = {"kept for two"}
 """On two ranks it is what another is."""

@@ -32,6 +32,8 @@ from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
 from offload.training.tracing import Tracer, layers_of
 
+KEPT = "kept for a checkpoint"
+
 DEFAULT_LENGTH = 2048
 """Tokens of a sequence where neither the tokenizer nor the model limits them."""
 
@@ -272,8 +274,13 @@ class Planner:
         strategy = section.get("strategy", "host")
         early, offloads = bool(section.get("update_in_backward")), bool(section.get("offload_gradients"))
         keeps = (not early or accumulates) and not offloads
-        if not on_gpu or strategy == "resident":
-            return Optimizer(total, {}, {}, 0, keeps or (offloads and not early)), whole
+        writes_beside = settings.enable_async_checkpointing and not self._adapts
+        room = {KEPT: int(settings.async_checkpoint_gib * GIB)} if writes_beside else {}
+        if not on_gpu:
+            return Optimizer(total, {}, room, 0, keeps or (offloads and not early)), whole
+        kept = {purpose: [nbytes] for purpose, nbytes in room.items()}
+        if strategy == "resident":
+            return Optimizer(total, kept, {}, 0, keeps or (offloads and not early)), whole
         on_device, locked, pageable = 0, {}, 0
         if strategy == "host":
             locked = {"copies of the weights": sizes, STATES: [n for _, _, n in states]}
@@ -293,7 +300,7 @@ class Planner:
         bound = int(section.get("in_flight_gib", 1.0) * GIB)
         staged = min(int(STAGING_SHARE * bound), sum(locked.get(STATES, []))) if strategy in ("stream", "auto") else 0
         taken = min(bound, sum(sizes) + staged) if early or offloads else staged
-        return Optimizer(on_device, locked, {STATES: pageable}, taken, keeps), whole
+        return Optimizer(on_device, {**locked, **kept}, {STATES: pageable}, taken, keeps), whole
 
 
 def _gathered(

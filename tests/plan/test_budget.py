@@ -211,3 +211,15 @@ def test_each_card_has_its_memory_and_a_source() -> None:
     for card in CARDS:
         assert card.source
         assert 0.9 * card.nominal <= card.memory / GIB <= card.nominal
+
+
+@pytest.mark.parametrize("strategy", ["resident", "stream", "host"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_checkpoints_beside_training_take_their_room(strategy: str, device: str, planner: Planner) -> None:
+    overrides = (f"optimizer.strategy={strategy}", "async_checkpoint_gib=1.5")
+    at_once, beside = (
+        planned(planner, "tiny_llama_offload", *overrides, f"enable_async_checkpointing={is_set}", device=device)
+        for is_set in (False, True)
+    )
+    assert beside.budget.host - at_once.budget.host == 1.5 * GIB
+    assert beside.budget.device == at_once.budget.device

@@ -62,6 +62,16 @@ def test_other_ends_are_told_without_advice(capsys: pytest.CaptureFixture[str]) 
     assert status_of({0: failure(3)}, 0, advice) == 3 and not capsys.readouterr().err
 
 
+def test_processes_that_torchrun_ends_are_not_what_ended_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """It sends SIGTERM to those that are left when one has saved and gone, or has died."""
+    last = {0: failure(-signal.SIGTERM), 1: failure(128 + signal.SIGTERM)}
+    assert status_of(last, 0, list) == 143 and not capsys.readouterr().err
+    assert status_of({0: failure(-signal.SIGTERM), 1: failure(-signal.SIGSEGV)}, 0, list) == 1
+    assert "error: rank 1 on " in capsys.readouterr().err
+    assert status_of({0: failure(-signal.SIGTERM)}, 0, list) == 143
+    assert "was ended by SIGTERM" in capsys.readouterr().err
+
+
 def test_advice_that_fails_takes_nothing_away(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

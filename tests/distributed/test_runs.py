@@ -186,7 +186,7 @@ def test_models_of_transformers_train_as_in_one_process(
         assert differing(got, want) == []
 
 
-@pytest.mark.parametrize(("reshards", "gathers"), [(True, 3 * 2 * 3 + 1), (False, 3 + 1)])
+@pytest.mark.parametrize(("reshards", "gathers"), [(True, 3 * (2 * 2 + 1) + 1), (False, 3 + 1)])
 def test_weights_that_are_kept_are_gathered_once_a_step(
     reshards: bool, gathers: int, ranks: Ranks, workspace: Workspace, tmp_path: Path
 ) -> None:

@@ -203,7 +203,12 @@ def _ranked(choices: Sequence[Any], sister: tuple[str, Any] | None, *, fits: boo
     for choice, words in rows:
         budget = choice.plan.budget
         speed = f"{choice.prediction.tokens_per_second:7,.0f}" if with_speed else ""
-        lines.append(f"{speed}  {budget.device / GIB:6.1f}  {budget.host / GIB:6.1f}  {words}")
+        mark = "  *" if choice.rounds_otherwise else ""
+        lines.append(f"{speed}  {budget.device / GIB:6.1f}  {budget.host / GIB:6.1f}  {words}{mark}")
+    if any(choice.rounds_otherwise for choice, _ in rows):
+        lines.append(
+            "  * states or master weights in another format, which round otherwise than this run's (docs/adamw.md)"
+        )
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ from offload.training.settings import TrainSettings
 
 ALIKE = 0.01
 """Settings whose predicted speeds are closer than this share are told by how little they change."""
+
+WORTH = 0.03
+"""A change that makes a run faster by less than this share is not told of; predictions differ from runs by more."""
 
 KEPT = 0.15
 """Of the bytes that a layer's forward reads and writes beside products, what it keeps at least for backward: 0.2 to 0.4
@@ -48,6 +51,28 @@ class Choice:
     changes: Changes
     plan: Plan
     prediction: Prediction | None = None
+
+    @property
+    def rounds_otherwise(self) -> bool:
+        """Whether the optimizer keeps its states or weights in another format than the run's."""
+        return any(word.startswith(_FORMATS) for word in self.changes)
+
+    @property
+    def speed(self) -> float:
+        """Predicted tokens per second."""
+        assert self.prediction is not None
+        return self.prediction.tokens_per_second
+
+    def adds_nothing_to(self, other: Choice) -> bool:
+        """Whether it is another choice with more changes, and hardly faster."""
+        return _adds_nothing(self, other)
+
+
+def _adds_nothing(one: Choice | _Candidate, other: Choice | _Candidate) -> bool:
+    return set(other.changes) < set(one.changes) and one.speed < (1 + WORTH) * other.speed
+
+
+_FORMATS = ("optimizer=", "optimizer.optimizer_class=", "optimizer.state_dtype=", "optimizer.master=")
 
 
 @dataclass(frozen=True)
@@ -116,20 +141,40 @@ class Ranking:
     def best(self, number: int) -> list[Choice]:
         """The fastest that fit, with their predictions; one of each kind, with the micro-batch that suits it.
 
-        Where nothing fits so, less is in flight; where nothing fits at the run's length and chunks of the loss, these
-        are cut too.
+        One that keeps the optimizer's formats is among them, if any fits, and none that makes another one hardly
+        faster. Where nothing fits so, less is in flight; where nothing fits at the run's length and chunks of the loss,
+        these are cut too.
         """
         if not self._least((), self._settings).budget.may_fit(self._limits[0]):
             return []
+        found: list[Choice] = []
         for shapes, in_flight in (
             (self._shapes(), ()),
             (self._shapes(), ("0.25",)),
             (self._smaller_shapes(), ("0.25", "0.125")),
         ):
-            found = list(itertools.islice(self._fitting(list(shapes), in_flight), number))
-            if found:
-                return sorted(map(self._predicted, found), key=_order)
-        return []
+            candidates = self._candidates(list(shapes), in_flight)
+            found = found or self._told(candidates, number)
+            if found and all(choice.rounds_otherwise for choice in found):
+                same = (each for each in candidates if not Choice(each.changes, each.least).rounds_otherwise)
+                exact = list(map(self._predicted, itertools.islice(self._fitting(same), 1)))
+                found = [*found[: number - len(exact)], *exact]
+            if any(not choice.rounds_otherwise for choice in found):
+                break
+        return sorted(found, key=lambda choice: (-choice.speed, len(choice.changes)))
+
+    def _told(self, candidates: Sequence[_Candidate], number: int) -> list[Choice]:
+        """The fastest that fit, without those that add nothing to another one, by their estimates or predictions."""
+        speeds = {candidate.changes: candidate for candidate in candidates}
+        fitting = list(itertools.islice(self._fitting(candidates), 2 * number))
+        estimated = [speeds[choice.changes] for choice in fitting]
+        worth = [
+            choice
+            for choice, estimate in zip(fitting, estimated, strict=True)
+            if not any(_adds_nothing(estimate, other) for other in estimated)
+        ]
+        found = list(map(self._predicted, worth[:number]))
+        return [choice for choice in found if not any(map(choice.adds_nothing_to, found))]
 
     def _predicted(self, choice: Choice) -> Choice:
         changed = applied(self._settings, choice.changes)
@@ -137,10 +182,10 @@ class Ranking:
         plan = placed(choice.plan, found, changed.optimizer, self._dtype.itemsize)
         return Choice(choice.changes, plan, found)
 
-    def _fitting(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> Iterator[Choice]:
+    def _fitting(self, candidates: Iterable[_Candidate]) -> Iterator[Choice]:
         """What fits, in the order of estimated speed."""
         kinds: set[Changes] = set()
-        for candidate in self._candidates(shapes, in_flight):
+        for candidate in candidates:
             kind = tuple(word for word in candidate.changes if not word.startswith("batch_size="))
             if kind in kinds:
                 continue  # a larger micro-batch of this kind fits, or was as fast
@@ -153,6 +198,7 @@ class Ranking:
                 yield Choice(candidate.changes, found)
 
     def _candidates(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> list[_Candidate]:
+        """What may fit, in the order of estimated speed."""
         found: list[_Candidate] = []
         for optimizer in optimizers(self._settings, in_flight):
             with contextlib.suppress(UserError):
@@ -213,11 +259,6 @@ class Ranking:
         yield tuple(beside)
         for word in lengths:
             yield (word, *beside)
-
-
-def _order(choice: Choice) -> tuple[float, int]:
-    assert choice.prediction is not None
-    return -choice.prediction.tokens_per_second, len(choice.changes)
 
 
 def optimizers(settings: TrainSettings, in_flight: Sequence[str] = ()) -> Iterator[Changes]:

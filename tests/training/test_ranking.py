@@ -185,6 +185,29 @@ def test_auto_is_among_them_where_it_is_faster_with_the_states_that_it_keeps() -
     assert best[0].plan.budget.host == same.plan.budget.host
 
 
+class _Rounding(_Predictor):
+    """Every other format is faster, and `auto` by 1 %."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        faster = 1.01 if settings.optimizer.get("strategy") == "auto" else 1.0
+        faster *= 4.0 if settings.optimizer.get("master", "split") != "split" else 1.0
+        return faster * super().estimate(settings, plan, machine, dtype, room)
+
+
+def test_one_that_keeps_the_optimizers_formats_is_among_them() -> None:
+    best = ranked(8.5, predictor=_Rounding())
+    assert best[0].rounds_otherwise and "optimizer.master=" in " ".join(best[0].changes)
+    (same,) = [choice for choice in best if not choice.rounds_otherwise]
+    assert same is best[-1] and 1 < len(best) <= 4
+
+
+def test_what_makes_another_one_hardly_faster_is_not_told() -> None:
+    best = ranked(8.5, predictor=_Rounding())
+    assert not any("optimizer.strategy=auto" in choice.changes for choice in best)
+    for one in best:
+        assert not any(one.adds_nothing_to(other) for other in best)
+
+
 def test_what_processes_exchange_is_tried_with_all_else() -> None:
     settings = packed(strategy="stream")
     settings.reshard_after_forward, settings.reduce_dtype = True, "fp32"

@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from offload.data.batches import Batch
+from offload.distributed.world import current
 from offload.metrics.log import read_metrics
 from offload.plan import replay as replaying
 from offload.plan.replay import replay
@@ -74,6 +75,7 @@ def recipe_of(
     model = replaying._model(simulator, MACHINE, LOAD)
     model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
     recipe = getattr(module, RECIPES[name]).__new__(getattr(module, RECIPES[name]))
+    recipe.world, recipe.under_way = current(), None
     recipe.settings = SimpleNamespace(
         gradient_accumulation_steps=1, epochs=1, evaluation=None, log_every_n_steps=1, save_every_n_steps=None,
         clip_grad_norm=None,
@@ -86,7 +88,7 @@ def recipe_of(
     recipe.batches, recipe.params = Batches(simulator), list(model.parameters())
     recipe.loss = lambda inputs, labels, num_labels: model(inputs["x"]).sum()
     recipe.optimizer = replaying._Simulated(simulator, model.named_parameters(), lr=1e-3, model=model, **optimizer)
-    recipe.save_checkpoint = lambda: None
+    recipe.save_checkpoint = lambda: output_dir
     recipe.reporter = Reporter(
         OmegaConf.create({}), None, output_dir=output_dir, device=recipe.device, size=None,
         optimizer=recipe.optimizer, total_steps=STEPS, resume_step=None, tokens_seen=0,

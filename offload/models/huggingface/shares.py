@@ -60,10 +60,12 @@ def fill(divided: nn.Module, model: Any, folder: Path, bare: Callable[[], Any], 
 @torch.no_grad()
 def _initialize_buffers(model: Any) -> None:
     """Values of the buffers that no file has, by transformers' own initialization; it leaves alone what is marked."""
-    for tensor in [*model.parameters(), *_kept(model)]:
+    kept = _kept(model)
+    for tensor in [*model.parameters(), *kept]:
         tensor._is_hf_initialized = True
     for module in model.modules():
-        module._is_hf_initialized = False  # it was, on the meta device
+        # Some write parts of tensors before they look at marks, which DTensors do not take: without need none is asked.
+        module._is_hf_initialized = all(buffer in kept for buffer in module.buffers())
     model.initialize_weights()
 
 

@@ -43,7 +43,7 @@ def check_section(section: DictConfig, device: torch.device, dtype: torch.dtype,
             "model.load_in_4bit=True: weights in 4 bits cannot be trained: use the recipe lora_finetune_single_device "
             "with an adapter, or leave it out"
         )
-    folder = Path(str(section.get("path"))).expanduser()
+    folder = expanded(str(section.get("path")), "model.path")
     try:
         check_stored(folder, load_in_4bit=bool(section.get("load_in_4bit")), adapts=adapts)
     except UserError:

@@ -227,7 +227,9 @@ class Predictor:
 
     def _shape(self, settings: TrainSettings, plan: Plan, dtype: torch.dtype, *, on_gpu: bool) -> _Shape:
         sections = settings.model, settings.loss, getattr(settings, "adapter", None)
-        key = (*map(id, sections), dtype, on_gpu, settings.enable_activation_checkpointing, settings.compile)
+        model, loss, adapter = sections  # of a loss there are copies, as other chunks are tried
+        key = (id(model), repr(loss), id(adapter), dtype, on_gpu, settings.enable_activation_checkpointing,
+               settings.compile)  # fmt: skip
         if key not in self._shapes:
             parts, packed = self._planner.model_of(settings, dtype)
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):

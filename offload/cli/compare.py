@@ -42,37 +42,41 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(table.as_json(lines, runs))
         return 0
+    out = args.out.expanduser() if args.out else runs[0].folder.resolve().parent / "compared"
+    told: list[str] = []
+    failed: UserError | None = None
+    try:  # first, as a reader may leave in the middle of the table
+        out.parent.mkdir(parents=True, exist_ok=True)
+        told = _write(runs, lines, accounts, out, args.title)
+    except OSError as error:
+        failed = UserError(f"--out: cannot write {out}: {error.strerror or error}")
     width = shutil.get_terminal_size((120, 0)).columns if sys.stdout.isatty() else 10_000
     print(table.render(lines, runs, width))
-    out = args.out.expanduser() if args.out else runs[0].folder.resolve().parent / "compared"
-    print()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _write(runs, lines, accounts, out, args.title)
-    except OSError as error:
-        raise UserError(f"--out: cannot write {out}: {error.strerror or error}") from None
+    print("\n".join(["", *told]))
+    if failed is not None:
+        raise failed
     return 0
 
 
-def _write(runs: Any, lines: Any, accounts: Any, out: Path, title: str | None) -> None:
+def _write(runs: Any, lines: Any, accounts: Any, out: Path, title: str | None) -> list[str]:
+    """Write the page and the picture; returns what to tell of them."""
     from offload.comparison.page import render_page
     from offload.metrics.progress import from_here
 
     page = _with_suffix(out, ".html")
     names = ", ".join(dict.fromkeys(run.folder.resolve().name for run in runs))
     page.write_text(render_page(runs, lines, title or names, accounts), encoding="utf-8")
-    print(f"page     {from_here(page)}")
+    told = [f"page     {from_here(page)}"]
     try:
         import matplotlib
     except ImportError:
-        print("picture  needs matplotlib: pip install matplotlib")
-        return
+        return [*told, "picture  needs matplotlib: pip install matplotlib"]
     matplotlib.use("Agg")
     from offload.comparison import picture
 
     target = _with_suffix(out, ".png")
     picture.draw_several(runs, target, title, accounts)
-    print(f"picture  {from_here(target)}")
+    return [*told, f"picture  {from_here(target)}"]
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,18 @@ def test_without_matplotlib_the_page_is_written_all_the_same(runs, tmp_path: Pat
     assert main(["compare", *runs]) == 0
     assert "picture  needs matplotlib: pip install matplotlib" in capsys.readouterr().out
     assert (tmp_path / "compared.html").exists() and not (tmp_path / "compared.png").exists()
+
+
+def test_a_reader_that_leaves_the_table_finds_the_page(runs, tmp_path: Path, monkeypatch) -> None:
+    """As ``tune compare … | head`` does."""
+
+    def leaves(*args: Any) -> str:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("offload.comparison.table.render", leaves)
+    with contextlib.suppress(BrokenPipeError):
+        main(["compare", *runs, "--out", str(tmp_path / "found")])
+    assert (tmp_path / "found.html").is_file() and (tmp_path / "found.png").is_file()
 
 
 def test_json_has_the_same_numbers_and_writes_nothing(runs, tmp_path: Path, capsys) -> None:

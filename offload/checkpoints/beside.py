@@ -37,8 +37,7 @@ class Counted:
         return self._source.position(tensor)
 
     def close(self) -> None:
-        """Let go of what is kept to be read."""
-        getattr(self._source, "close", lambda: None)()
+        self._source.close()
 
 
 class Beside:
@@ -51,7 +50,7 @@ class Beside:
         nbytes: about what will be written.
     """
 
-    def __init__(self, final: Path, work: Callable[[], Path], source: Counted, nbytes: int) -> None:
+    def __init__(self, final: Path, work: Callable[[], None], source: Counted, nbytes: int) -> None:
         self.final = final
         self._work = work
         self._source = source

@@ -293,63 +293,44 @@ class CheckpointManager:
         Raises:
             UserError, TypeError, ValueError: as there.
         """
-        try:
-            return self._save_beside(step, model, recipe_state, adapter, adapter_config, snapshot, world)
-        except BaseException:
-            if snapshot is not None:
-                snapshot.close()
-            raise
-
-    def _save_beside(
-        self,
-        step: int,
-        model: Mapping[str, Tensor] | None,
-        recipe_state: Mapping[str, Any],
-        adapter: Mapping[str, Tensor] | None,
-        adapter_config: Mapping[str, Any] | None,
-        snapshot: Snapshot | None,
-        world: World,
-    ) -> Beside:
         source: Source = Unchanging() if snapshot is None else snapshot
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(source.close)
 
-        def is_apart(tensor: Tensor) -> bool:
-            return is_distributed(tensor) or (snapshot is not None and snapshot.holds(tensor))
+            def is_apart(tensor: Tensor) -> bool:
+                return is_distributed(tensor) or (snapshot is not None and snapshot.holds(tensor))
 
-        def position(name: str) -> float:
-            assert model is not None
-            return 0.0 if snapshot is None else snapshot.position(local(model[name]))
+            def position(name: str) -> float:
+                assert model is not None
+                return source.position(local(model[name]))
 
-        main = current()
-        begun = self._begin(step, model, recipe_state, adapter, adapter_config, is_apart)
-        shared = dict(sorted(begun.shared.items(), key=lambda item: source.position(local(item[1]))))
-        plan: Plan | None = None
-        try:
+            main = current()
+            begun = self._begin(step, model, recipe_state, adapter, adapter_config, is_apart)
+            unless_begun.callback(begun.give_up, main)
+            shared = dict(sorted(begun.shared.items(), key=lambda item: source.position(local(item[1]))))
             sums = main.from_main(begun.explained()(begun.write_rest))
-            if model is not None:
-                plan = self._plan(begun, model, main, position)
-        except BaseException:
-            begun.give_up(main)
-            raise
-        if snapshot is not None:
-            weights = [local(model[name]) for name in plan.uses()] if model is not None and plan is not None else []
-            snapshot.expect([*weights, *map(local, shared.values())])
-        values = Counted(source)
+            plan = None if model is None else self._plan(begun, model, main, position)
+            if snapshot is not None:
+                weights = [local(model[name]) for name in plan.uses()] if model is not None and plan is not None else []
+                snapshot.expect([*weights, *map(local, shared.values())])
+            values = Counted(source)
 
-        def work() -> Path:
-            try:
-                with world.together(), begun.explained():
-                    if model is not None and plan is not None:
-                        convert = self.format.in_files
-                        write_share(begun.temporary, plan, model, convert, world=world, source=values)
-                with world.together(), begun.explained():
-                    shared_states.write_from(begun.temporary, shared, values, world)
-                self._finish(begun, world, sums)
-            except BaseException:
-                begun.give_up(world)
-                raise
-            return begun.final
+            def work() -> None:
+                try:
+                    with world.together(), begun.explained():
+                        if model is not None and plan is not None:
+                            convert = self.format.in_files
+                            write_share(begun.temporary, plan, model, convert, world=world, source=values)
+                    with world.together(), begun.explained():
+                        shared_states.write_from(begun.temporary, shared, values, world)
+                    self._finish(begun, world, sums)
+                except BaseException:
+                    begun.give_up(world)
+                    raise
 
-        return Beside(begun.final, work, values, begun.needed)
+            beside = Beside(begun.final, work, values, begun.needed)
+            unless_begun.pop_all()
+            return beside
 
     def _begin(
         self,

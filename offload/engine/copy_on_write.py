@@ -40,6 +40,9 @@ class Source(Protocol):
     def position(self, tensor: Tensor) -> float:
         """When it should be read, among others: smaller is earlier."""
 
+    def close(self) -> None:
+        """Nothing is read any more."""
+
 
 class Unchanging:
     """A :class:`Source` of tensors that nothing changes while they are read."""
@@ -53,6 +56,9 @@ class Unchanging:
 
     def position(self, tensor: Tensor) -> float:
         return math.inf
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)

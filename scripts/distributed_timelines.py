@@ -255,6 +255,11 @@ def compared(each: Published) -> dict[str, Any]:
     return row
 
 
+def _fits(row: dict[str, Any], key: str) -> bool:
+    """Whether a replay's memory is there on a system's card."""
+    return float(row["gib"]) * GIB <= find_card(CARDS[key]).memory - CONTEXT
+
+
 def table(record: dict[str, Any]) -> str:
     """The record as a Markdown table: milliseconds of a step, and the share of them that is compute."""
     heads = [f"{ranks} x {CARDS[key]}" for key in SYSTEMS for ranks in RANKS]
@@ -262,11 +267,10 @@ def table(record: dict[str, Any]) -> str:
     for row in ROWS:
         cells = []
         for key in SYSTEMS:
-            room = find_card(CARDS[key]).memory - CONTEXT
             for ranks in RANKS:
                 found = row.find(record, key, ranks)
                 share = found["compute_ms"] / found["step_ms"]
-                fits = found["gib"] * GIB <= room
+                fits = _fits(found, key)
                 cells.append(f"{found['step_ms']:,.0f} ({share:.0%})" if fits else f"needs {found['gib']:.1f} GiB")
         lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -303,7 +307,7 @@ def published_table(record: dict[str, Any]) -> str:
     ]
     for row in record["published"]:
         difference = f"{row['replayed'] / row['published'] - 1:+.0%}"
-        if row["gib"] * GIB > find_card(CARDS["rtx4090"]).memory - CONTEXT:
+        if not _fits(row, "rtx4090"):
             difference += f", but needs {row['gib']:.1f} GiB"
         cells = f"{row['published']:,} | {row['ours']} | {row['replayed']:,} | {difference}"
         lines.append(f"| {row['name']} | {cells} |")

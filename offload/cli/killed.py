@@ -32,13 +32,11 @@ def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice:
     if told:
         return max(told[0].exitcode, 1)
     # torchrun looks at all of them at once, and the others may have followed the killed one by then.
-    killed = [(rank, failure) for rank, failure in failures.items() if failure.exitcode < 0]
-    if any(failure.exitcode != -signal.SIGTERM for failure in failures.values()):
-        # With which it ends those that are left when one is gone.
-        killed = [(rank, failure) for rank, failure in killed if failure.exitcode != -signal.SIGTERM]
+    # With SIGTERM it ends those that are left when one is gone.
+    first = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM} or failures
+    killed = [(rank, failure) for rank, failure in first.items() if failure.exitcode < 0]
     if not killed:
-        told_themselves = [failure for failure in failures.values() if failure.exitcode > 0]
-        return min(told_themselves, key=lambda failure: failure.timestamp).exitcode
+        return min(first.values(), key=lambda failure: failure.timestamp).exitcode
     rank, failure = killed[0]
     number = -failure.exitcode
     now = oom_kills()

@@ -165,14 +165,9 @@ class Ranking:
 
     def _told(self, candidates: Sequence[_Candidate], number: int) -> list[Choice]:
         """The fastest that fit, without those that add nothing to another one, by their estimates or predictions."""
-        speeds = {candidate.changes: candidate for candidate in candidates}
-        fitting = list(itertools.islice(self._fitting(candidates), 2 * number))
-        estimated = [speeds[choice.changes] for choice in fitting]
-        worth = [
-            choice
-            for choice, estimate in zip(fitting, estimated, strict=True)
-            if not any(_adds_nothing(estimate, other) for other in estimated)
-        ]
+        fitting = {choice.changes: choice for choice in itertools.islice(self._fitting(candidates), 2 * number)}
+        estimated = [candidate for candidate in candidates if candidate.changes in fitting]
+        worth = [fitting[one.changes] for one in estimated if not any(_adds_nothing(one, other) for other in estimated)]
         found = list(map(self._predicted, worth[:number]))
         return [choice for choice in found if not any(map(choice.adds_nothing_to, found))]
 

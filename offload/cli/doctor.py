@@ -229,10 +229,9 @@ def _text(report: dict[str, Any], found: list[str]) -> str:
                 scaled = rates[key] / (1e12 if unit == "TFLOPS" else 1e9)
                 lines.append((f"  {words}", f"{scaled:,.2f} {unit}" if scaled < 10 else f"{scaled:,.1f} {unit}"))
         for name, costs in rates.get("training", {}).items():
-            products, moved = 1e-9 / costs["products"], 1e-9 / max(costs["moved"], 1e-15)
-            lines.append(
-                (f"  training on the CPU, {name}", f"products {products:,.0f} GFLOPS, others {moved:,.1f} GB/s")
-            )
+            others = f", others {1e-9 / costs['moved']:,.1f} GB/s" if costs["moved"] else ""
+            text = f"products {1e-9 / costs['products']:,.0f} GFLOPS{others}"
+            lines.append((f"  training on the CPU, {name}", text))
         for name, rate in rates["cpu_adamw"].items():
             lines.append((f"  AdamW on the CPU, {name}", f"{rate / 1e6:,.0f} M parameters/s"))
         if locking := rates.get("page_locking"):

@@ -37,6 +37,16 @@ def test_it_tells_and_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
     assert status == ("problem: " in out)
 
 
+def test_costs_of_training_that_were_not_told_apart_are_left_out(monkeypatch, capsys) -> None:
+    costs = {"products": 2e-11, "attention": 0.0, "moved": 0.0, "launches": 0.0}
+    training = {"fp32": costs, "bf16": {**costs, "moved": 5e-10}}
+    monkeypatch.setattr(doctor, "_measure", lambda device, lock_gib: {**RATES, "training": training})
+    main(["doctor", "--device", "cpu"])
+    out = capsys.readouterr().out
+    told = [line.partition("CPU, ")[2].split(maxsplit=1) for line in out.splitlines() if "training on the CPU" in line]
+    assert told == [["fp32", "products 50 GFLOPS"], ["bf16", "products 50 GFLOPS, others 2.0 GB/s"]]
+
+
 def test_json_has_the_same_and_quick_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json", "--quick", "--device", "cpu"])
     report = json.loads(capsys.readouterr().out)

@@ -27,6 +27,12 @@ def test_no_cost_is_below_zero() -> None:
     assert found[1] == 0.0 and min(found) >= 0.0 and found[0] == pytest.approx(1e-11, rel=0.05)
 
 
+def test_products_cost_something_whatever_disturbed_the_times() -> None:
+    times = [max(7e-11 * row[2] + 5e-6 * row[3] - 1e-12 * row[0], 1e-6) for row in ROWS]
+    found = calibration._least_squares(ROWS, times)
+    assert found[0] > 0 and min(found) >= 0.0
+
+
 def test_a_real_model_has_costs() -> None:
     sizes = ((32, 1, 16, 64), (64, 2, 32, 64), (64, 4, 64, 128), (96, 2, 128, 128))
     costs = training_costs(torch.float32, sizes=sizes)

@@ -176,12 +176,14 @@ class Snapshot:
         self._room = room
         self._signal = runtime.signal()
         self._is_closed = False
-        self._parts = {key: _Part(memory, position) for position, (key, memory) in enumerate(parts.items())}
+        self._parts = {
+            key: _Part([each for each in memory if each.live.numel()], position)  # a rank's part may be empty
+            for position, (key, memory) in enumerate(parts.items())
+        }
         spans = [
             (memory.live.device, memory.live.data_ptr(), part, index)
             for part in self._parts.values()
             for index, memory in enumerate(part.memory)
-            if memory.live.numel()
         ]
         spans.sort(key=lambda span: (str(span[0]), span[1]))
         self._starts = [(str(device), start) for device, start, _, _ in spans]
@@ -225,26 +227,25 @@ class Snapshot:
                 if is_on_host:
                     yield _shaped(source[start:stop], tensor)
                     return
-        whole = self._room.step[: tensor.nbytes]
-        if whole.numel() < tensor.nbytes:
-            whole = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        is_locked = tensor.nbytes <= self._room.step.numel()
+        whole = self._room.step[: tensor.nbytes] if is_locked else torch.empty(tensor.nbytes, dtype=torch.uint8)
         at = 0
         for part, index, start, stop in ranges:
             for begin in range(start, stop, self._room.step.numel()):
                 end = min(begin + self._room.step.numel(), stop)
                 with self._at(part, index) as (source, is_on_host):
-                    self._fetch(whole[at : at + end - begin], source[begin:end], is_on_host)
+                    self._fetch(whole[at : at + end - begin], source[begin:end], is_on_host, is_locked)
                 at += end - begin
         yield _shaped(whole, tensor)
 
-    def _fetch(self, target: Tensor, source: Tensor, is_on_host: bool) -> None:
+    def _fetch(self, target: Tensor, source: Tensor, is_on_host: bool, is_locked: bool) -> None:
+        """``is_locked``: the target is page-locked, else what comes from a device goes through memory that is."""
         if is_on_host:
             target.copy_(source)
             return
-        is_pinned = target.data_ptr() == self._room.step.data_ptr()
-        step = target if is_pinned else self._room.step[: source.numel()]
+        step = target if is_locked else self._room.step[: source.numel()]
         self._runtime.copy(step, source, "down", (), "checkpoint down").synchronize()
-        if not is_pinned:
+        if not is_locked:
             target.copy_(step)
 
     @contextmanager

@@ -14,11 +14,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu.machine import ROOT
 from gpu.processes import OUT_OF_TIME, environment, run_child
 
 RESTARTS = 5
@@ -52,7 +53,7 @@ class Selection:
 
     def command(self) -> list[str]:
         keyword = ["-k", self.keyword] if self.keyword else []
-        options = ["-q", "-p", "gpu.plugin", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        options = ["-q", "-ra", "-p", "gpu.plugin", "-p", "no:cacheprovider", "-p", "no:randomly"]
         return [sys.executable, "-m", "pytest", *options, "-m", self.marker, *keyword, *self.files]
 
     def shown_command(self) -> str:
@@ -75,7 +76,8 @@ def run_tests(
         save: called now and then, when outcomes were put in.
 
     Returns:
-        dict: ``command``; the number of tests by ``outcomes``; ``left_out``, the number that time did not suffice for.
+        dict: ``command``; the number of tests by ``outcomes``; ``left_out``, the number that time did not suffice for;
+        ``problems``, if there are any: why tests could not be run, or of which files there are none to run.
     """
     deadline = None if seconds is None else time.perf_counter() + seconds
     lock = threading.Lock()
@@ -89,7 +91,7 @@ def run_tests(
             if remaining is not None and remaining <= 0:
                 return
             lines, why, said = _run_once(selection, finished, index, remaining)
-            collected, outcomes, running = read_lines(lines)
+            collected, outcomes, running, files = read_lines(lines)
             if running is not None and why is not None and why != OUT_OF_TIME:
                 error = f"the process {why} within this test\n{traceback_in(said)}"
                 outcomes[running] = {"outcome": "failed", "seconds": 0.0, "error": error}
@@ -99,6 +101,8 @@ def run_tests(
                 left.update(collected - outcomes.keys())
                 if not collected and not outcomes and why not in (None, NOTHING_TO_RUN, OUT_OF_TIME):
                     problems.append(f"{why}\n{said}"[-3000:])
+                elif index == 0 and files is not None and (empty := without_tests(selection, files)):
+                    problems.append(f"no test in {', '.join(empty)}\n{said}"[-3000:])
                 save()
             finished |= outcomes.keys()
             if why == OUT_OF_TIME or not outcomes or not collected - outcomes.keys():
@@ -142,9 +146,23 @@ def traceback_in(said: str) -> str:
     return said[begin : begin + 3000] if begin >= 0 else said[-3000:]
 
 
-def read_lines(lines: Iterable[str]) -> tuple[set[str], dict[str, Any], str | None]:
-    """What a process told: the tests it collected, outcomes of those that ended, and the one that was running."""
+def without_tests(selection: Selection, files: Collection[str]) -> list[str]:
+    """Of a selection's files, those without a test, as one has that is skipped as a whole; of a choice of tests, all
+    files or none.
+
+    Args:
+        selection: which.
+        files: that have tests, by their whole paths.
+    """
+    empty = [file for file in selection.files if str((ROOT / file).resolve()) not in files]
+    return empty if not selection.keyword or len(empty) == len(selection.files) else []
+
+
+def read_lines(lines: Iterable[str]) -> tuple[set[str], dict[str, Any], str | None, list[str] | None]:
+    """What a process told: the tests it collected, outcomes of those that ended, the one that was running, and the
+    files that have tests; None where it did not come to that."""
     collected: set[str] = set()
+    files: list[str] | None = None
     outcomes: dict[str, Any] = {}
     running: str | None = None
     for line in lines:
@@ -152,7 +170,9 @@ def read_lines(lines: Iterable[str]) -> tuple[set[str], dict[str, Any], str | No
             told = json.loads(line)
         except json.JSONDecodeError:  # cut off when the process was killed
             continue
-        if "collected" in told:
+        if "files" in told:
+            files = told["files"]
+        elif "collected" in told:
             collected = set(told["collected"])
         elif "started" in told:
             running = told["started"]
@@ -161,4 +181,4 @@ def read_lines(lines: Iterable[str]) -> tuple[set[str], dict[str, Any], str | No
             if outcomes.get(test, {}).get("outcome") != "failed":  # a failed teardown comes second
                 outcomes[test] = told
             running = None
-    return collected, outcomes, running
+    return collected, outcomes, running, files

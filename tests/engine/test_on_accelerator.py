@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from offload.engine import units
-from offload.engine.runtime import AcceleratorRuntime
+from offload.engine.runtime import AcceleratorRuntime, _StreamEvent
 from offload.engine.states import components
 from tests.engine.accelerated import (
     ADAMW,
@@ -52,6 +52,35 @@ def test_the_sanitizer_sees_the_threads_of_the_engine(monkeypatch: pytest.Monkey
 
     AcceleratorRuntime.start(object.__new__(AcceleratorRuntime), work, "thread").join()
     assert modes == ["CUDASanitizerDispatchMode"]
+
+
+def test_the_sanitizer_is_told_what_the_host_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would call a race what is read after ``synchronize()``. Played: its own bookkeeping, an event that is
+    done."""
+    from torch.cuda._sanitizer import EventHandler
+
+    sanitize_threads(monkeypatch)
+
+    def races(*, waits: bool) -> int:
+        sanitizer, weight, event, update, compute = EventHandler(), 4096, 1, 7, 0
+
+        class Done:
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                sanitizer._handle_event_synchronization(event)
+
+        updated = object.__new__(_StreamEvent)
+        updated.event = Done()  # type: ignore[assignment]
+        names = {weight: ["weight"]}
+        assert not sanitizer._handle_kernel_launch(update, set(), {weight}, {weight}, "update", names)
+        sanitizer._handle_event_record(event, update)
+        if waits:
+            updated.synchronize()
+        return len(sanitizer._handle_kernel_launch(compute, {weight}, set(), set(), "equal", names))
+
+    assert races(waits=False) == 1 and races(waits=True) == 0
 
 
 # Parity

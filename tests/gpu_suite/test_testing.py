@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu import testing
-from gpu.testing import Selection, read_lines, run_tests
+from gpu.testing import Selection, read_lines, run_tests, without_tests
 
 FILE = """
 import os, time, pytest
@@ -125,7 +125,25 @@ def test_tests_that_cannot_be_collected_are_a_problem(tmp_path: Path) -> None:
     assert "absent.py" in result["problems"][0]
 
 
+def test_a_file_without_tests_to_run_is_a_problem(tmp_path: Path) -> None:
+    """Skipped as a whole, it would look as if all had passed."""
+    some, skipped = tmp_path / "test_some.py", tmp_path / "test_skipped.py"
+    some.write_text("import pytest\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    skipped.write_text("import pytest\npytest.importorskip('nothing_of_that_name', reason='it takes this')\n")
+    files = (str(some), str(skipped))
+    known: dict[str, Any] = {}
+    result = run_tests(Selection("some", files, processes=2), known, 60.0)
+    assert outcomes(known) == {"one": "passed"}
+    (problem,) = result["problems"]
+    assert problem.startswith(f"no test in {skipped}\n") and "it takes this" in problem
+    # What passed already is a test too.
+    assert "problems" not in run_tests(Selection("some", files[:1]), known, 60.0)
+    # A keyword may choose those of one file, and a name that has changed none.
+    assert not without_tests(Selection("some", files, keyword="one"), [files[0]])
+    assert without_tests(Selection("some", files, keyword="one"), []) == list(files)
+
+
 def test_a_line_that_was_cut_off_is_left_out() -> None:
     lines = ['{"collected": ["a", "b"]}', '{"started": "a"}', '{"ended": "a", "outcome": "passed"}', '{"started": "b"}']
-    expected = {"a", "b"}, {"a": {"outcome": "passed"}}, "b"
-    assert read_lines([*lines, '{"ended": "b", "outc']) == expected
+    expected = {"a", "b"}, {"a": {"outcome": "passed"}}, "b", ["/c"]
+    assert read_lines(['{"files": ["/c"]}', *lines, '{"ended": "b", "outc']) == expected

@@ -3,8 +3,8 @@
     python scripts/gpu_suite.py                     # prints the plan: the commands, and what they have measured already
     python scripts/gpu_suite.py --part a            # is it right?  tests on the accelerator, and the recipes
     python scripts/gpu_suite.py --part b            # what does it cost?  a 7B model on the whole card
-    python scripts/gpu_suite.py --part c            # does it fit?  the same, held to cards of 16 and 24 GB
-    python scripts/gpu_suite.py --report            # writes README's table from the record
+    python scripts/gpu_suite.py --part c            # does it fit?  that and the recipes, on cards of 16 and 24 GB
+    python scripts/gpu_suite.py --report            # writes the tables of README and docs/planning.md from the record
 
     python scripts/gpu_suite.py --part b --device cpu --model tiny         # rehearses a command without a GPU
     python scripts/gpu_suite.py --part a --only sanitizer                  # some of a part
@@ -43,7 +43,7 @@ for folder in (ROOT / "scripts", ROOT):
         sys.path.insert(0, str(folder))  # a checkout need not be installed
 
 import torch  # noqa: E402
-from gpu import parts, report  # noqa: E402
+from gpu import parts, planned, report  # noqa: E402
 from gpu.cases import cases  # noqa: E402
 from gpu.machine import git_commit  # noqa: E402
 from gpu.measure import Job  # noqa: E402
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--part", choices=sorted(parts.PARTS), help="run a part of the plan")
     what.add_argument("--only", help="regular expression over whole names: of a part's items, else of all cases")
     what.add_argument("--trace", metavar="CASE", help="write a Chrome trace of this case instead of measuring")
-    what.add_argument("--report", action="store_true", help="write README's table from the record, and print it")
+    what.add_argument("--report", action="store_true", help="write the pages' tables from the record, and print them")
     what.add_argument("--list", action="store_true", help="print the names of all cases")
     how = parser.add_argument_group("how")
     how.add_argument("--tokens", type=int, nargs="+", help="per step; a part has its own")
@@ -186,7 +186,8 @@ def told(item: parts.Item) -> str:
     if isinstance(item, parts.Selection):
         return f"tests: {item.name}"
     if isinstance(item, parts.RecipeRun):
-        return f"recipe: {item.name}, {item.steps} steps"
+        limit = "" if item.memory_gib is None else f", held to {item.memory_gib:g} GB"
+        return f"recipe: {item.name}, {item.steps} steps{limit}"
     return item.name
 
 
@@ -213,17 +214,23 @@ def state(item: parts.Item, content: dict[str, Any]) -> str:
             entry["status"] for entry in content["recipes"] if entry["name"] == item.name and entry["run"] in cards
         ]
         return ", ".join(found) or report.NOTHING
-    key = "page_locking" if item.settings else "rates"
+    key = {"page-locking": "page_locking"}.get(item.name, item.name)
     return "measured" if any(key in runs[index] for index in cards) else report.NOTHING
 
 
 def write_report(path: Path) -> int:
-    """Into README, from the record or from nothing."""
-    content = Record(path).content
-    text = report.report(content)
-    print(text)
+    """Into README and docs/planning.md, from the record or from nothing."""
+    record = Record(path)
+    content = record.content
+    rows = planned.compare(content)
+    if rows:
+        content["planned"] = rows
+        record.write()
+    print(report.report(content))
+    print(planned.table(rows))
     try:
         report.write_into_readme(content)
+        planned.write_into_page(rows)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -13,4 +13,5 @@ record      the result file, and what follows from several results
 parts       what belongs to one command of the plan, in order
 suite       runs what is not in the record yet, within the time that there is
 report      README's table
+planned     the planner's word on the recipes beside what they took, for docs/planning.md
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -23,9 +25,20 @@ def describe(job: Job) -> Iterator[dict[str, Any]]:
         yield {"unfit": str(error)}
 
 
+def diagnose(job: Job) -> Iterator[dict[str, Any]]:
+    """What `tune doctor` tells and keeps; on a CPU, where it trains small models for a while, without measuring."""
+    from offload.cli.main import main as tune
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = tune(["doctor", "--json", "--device", job.device, *(["--quick"] if job.device == "cpu" else [])])
+    yield {"status": status, **json.loads(said.getvalue())}
+
+
 OTHERS: dict[str, Callable[[Job], Iterator[dict[str, Any]]]] = {
     "machine": describe,
     "rates": lambda job: iter([measure_rates(job.device)]),
+    "doctor": diagnose,
     "page-locking": lambda job: iter([measure_locking(job.device)]),
 }
 

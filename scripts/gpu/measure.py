@@ -141,6 +141,11 @@ def failure(error: Exception) -> dict[str, Any]:
 # The device
 
 
+def visible_bytes(memory_gib: float) -> int:
+    """What programs see of a card that is sold with so many GB."""
+    return int(VISIBLE_GIB.get(round(memory_gib), 0.98 * memory_gib) * GIB)
+
+
 def prepare_device(job: Job) -> dict[str, int]:
     """Load what every case uses, then leave the process what a card of ``memory_gib`` would beside that.
 
@@ -161,7 +166,7 @@ def prepare_device(job: Job) -> dict[str, int]:
         raise RuntimeError(f"{context / GIB:.1f} GiB of the card are taken before anything began: another process?")
     facts = {"context_bytes": context}
     if job.memory_gib is not None:
-        visible = int(VISIBLE_GIB.get(round(job.memory_gib), 0.98 * job.memory_gib) * GIB)
+        visible = visible_bytes(job.memory_gib)
         if visible < total:
             torch.cuda.set_per_process_memory_fraction((visible - context) / total)
             facts["visible_bytes"] = visible

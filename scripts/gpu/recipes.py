@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gpu.machine import ROOT
+from gpu.measure import visible_bytes
 from gpu.model import SHAPES, Shape
 from gpu.processes import OUT_OF_TIME, environment, kill
 
@@ -43,6 +44,11 @@ SECOND_INTERRUPT = 1.0
 """Seconds after the first, which lets a step end and begins to save."""
 
 
+def own_cache() -> dict[str, str]:
+    """Variables with which `tune doctor` keeps what it measures, and recipes find it, without touching the user's."""
+    return {"XDG_CACHE_HOME": str(SCRATCH / "cache")}
+
+
 @dataclass(frozen=True)
 class RecipeRun:
     """A recipe to run.
@@ -53,6 +59,8 @@ class RecipeRun:
         shape: a key of :data:`gpu.model.SHAPES`, whose weights are made; None for the config's own model and weights.
         steps: to log.
         overrides: of the config, in dotted keys.
+        memory_gib: size of the card to be held to, as sold; None for the whole card.
+        title: what tables call it.
     """
 
     name: str
@@ -61,10 +69,21 @@ class RecipeRun:
     shape: str | None = None
     steps: int = 8
     overrides: dict[str, Any] = field(default_factory=dict)
+    memory_gib: float | None = None
+    title: str = ""
 
 
-def run_recipe(run: RecipeRun, device: str, seconds: float | None, packages_missing: list[str]) -> dict[str, Any]:
+def run_recipe(
+    run: RecipeRun, device: str, seconds: float | None, packages_missing: list[str], device_memory: int | None = None
+) -> dict[str, Any]:
     """Run it.
+
+    Args:
+        run: the recipe.
+        device: that trains.
+        seconds: that there are.
+        packages_missing: of :data:`gpu.machine.OPTIONAL`.
+        device_memory: bytes of the card, for a recipe that is held to less.
 
     Returns:
         dict: ``status``: ``ok``, ``not installed``, ``error`` or ``out of time``; of what it logged, the ``losses``,
@@ -80,10 +99,12 @@ def run_recipe(run: RecipeRun, device: str, seconds: float | None, packages_miss
     prepared = time.perf_counter() - started
     left = None if seconds is None else seconds - prepared
     wants_wandb = "wandb" not in packages_missing
-    why, said = run_until_logged(run, config, output, left, wants_wandb)
+    why, said = run_until_logged(run, config, output, left, wants_wandb, allocator_of(run, device_memory))
     rows = read_rows(output / "metrics.jsonl")
     result: dict[str, Any] = {
         "command": f"python recipes/{run.recipe}.py --config {run.config} ({run.shape or 'own'} weights)",
+        "overrides": run.overrides,
+        "memory_gib": run.memory_gib,
         "prepare_seconds": prepared,
         "seconds": time.perf_counter() - started,
         "steps": len(rows),
@@ -101,17 +122,33 @@ def run_recipe(run: RecipeRun, device: str, seconds: float | None, packages_miss
     return {"status": why if why == OUT_OF_TIME else "error", **result, "error": f"{why}\n{said}"[-2000:]}
 
 
+def allocator_of(run: RecipeRun, device_memory: int | None) -> str:
+    """PYTORCH_CUDA_ALLOC_CONF that leaves a recipe what a card of its size would beside the CUDA context."""
+    from offload.plan.budget import CONTEXT
+
+    if run.memory_gib is None or device_memory is None:
+        return ""
+    share = (visible_bytes(run.memory_gib) - CONTEXT) / device_memory
+    return f"per_process_memory_fraction:{share:.4f}" if share < 1 else ""
+
+
 def has_wandb_files(output: Path) -> bool:
     """Whether wandb has begun to write."""
     return any(output.glob("wandb/offline-run-*/*.wandb"))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of logged steps; speeds are medians over the second half."""
+    """Of logged steps; speeds, ``tokens`` of a step and ``step_seconds`` are medians over the second half."""
     facts: dict[str, Any] = {"losses": [row["loss"] for row in rows]}
+    steady = rows[len(rows) // 2 :]
     for key in ("tokens_per_second", "trained_tokens_per_second"):
-        if values := sorted(row[key] for row in rows[len(rows) // 2 :] if key in row):
+        if values := sorted(row[key] for row in steady if key in row):
             facts[key] = values[len(values) // 2]
+    pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if b in steady and "tokens_seen" in b]
+    if tokens := sorted(b["tokens_seen"] - a["tokens_seen"] for a, b in pairs):
+        facts["tokens"] = tokens[len(tokens) // 2]
+        seconds = sorted((b["tokens_seen"] - a["tokens_seen"]) / b["tokens_per_second"] for a, b in pairs)
+        facts["step_seconds"] = seconds[len(seconds) // 2]
     for key in sorted({key for row in rows for key in row if key.startswith("memory/")}):
         facts[key] = max(row[key] for row in rows if key in row)
     return facts
@@ -127,7 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run_until_logged(
-    run: RecipeRun, config: Path, output: Path, seconds: float | None, wants_wandb: bool
+    run: RecipeRun, config: Path, output: Path, seconds: float | None, wants_wandb: bool, allocator: str
 ) -> tuple[str | None, str]:
     """Start the recipe and end it when it has logged its steps; why that failed, and the end of what it said."""
 
@@ -135,7 +172,11 @@ def run_until_logged(
         return len(read_rows(output / "metrics.jsonl")) >= run.steps
 
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(output), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    folders = {"TUNE_OFFLOAD_HOME": str(SCRATCH / "home"), "HF_DATASETS_CACHE": str(SCRATCH / "datasets")}
+    folders = {
+        "TUNE_OFFLOAD_HOME": str(SCRATCH / "home"),
+        "HF_DATASETS_CACHE": str(SCRATCH / "datasets"),
+        **own_cache(),
+    }
     command = [sys.executable, str(ROOT / "recipes" / f"{run.recipe}.py"), "--config", str(config)]
     log = output / "log.txt"
     deadline = None if seconds is None else time.perf_counter() + seconds
@@ -145,7 +186,7 @@ def run_until_logged(
             stdout=said,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment(**variables, **folders),
+            env=environment(allocator, **variables, **folders),
             cwd=ROOT,
             start_new_session=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ Entry = dict[str, Any]
 
 
 class Record:
-    """``runs`` and lists of ``results``, ``tests`` and ``recipes``, whose entries name their run by its position.
+    """``runs`` and lists of ``results``, ``tests`` and ``recipes``, whose entries name their run by its position; and
+    ``planned``, what the planner said of the recipes when the report was written.
 
     Args:
         path: the file; what it has is kept.
@@ -86,6 +87,13 @@ class Record:
             draft = folder / f"{self.path.stem}.part"
             draft.write_text(text)
             draft.replace(folder / self.path.name)
+
+
+def latest(content: Mapping[str, Any], recipe: str) -> Entry | None:
+    """What was recorded last of a recipe on a GPU."""
+    runs = content["runs"]
+    found = [e for e in content["recipes"] if e["name"] == recipe and runs[e["run"]]["environment"].get("card")]
+    return found[-1] if found else None
 
 
 def _key(entry: Entry) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 from pages import README, write_table
 
 from gpu.measure import GIB
-from gpu.parts import HEADLINE, LOCKING
+from gpu.parts import HEADLINE, LOCKING, SIZE_ON_A_GPU, large_recipes
+from gpu.record import latest
 
 BEGIN, END = "<!-- scripts/gpu_suite.py writes this table -->\n", "<!-- end of the table -->"
 NOTHING = "not measured"
@@ -189,19 +190,12 @@ def _locking(runs: list[Entry]) -> str:
 
 
 def _recipes(content: dict[str, Any]) -> str:
-    runs = content["runs"]
-    names = ("full-tiny", "lora-tiny", "full-7b", "lora-7b")
     parts = []
-    for name in names:
-        found = [
-            entry
-            for entry in content.get("recipes", [])
-            if entry["name"] == name and runs[entry["run"]]["environment"].get("card")
-        ]
-        if not found:
+    for name in ("full-tiny", "lora-tiny", *(run.name for run in large_recipes(SIZE_ON_A_GPU))):
+        entry = latest(content, name)
+        if entry is None:
             parts.append(f"{name}: {NOTHING}")
             continue
-        entry = found[-1]
         speed = f", {entry['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in entry else ""
         parts.append(f"{name}: {entry['status']}, {entry.get('steps', 0)} steps{speed}")
     return f"Recipes: {'; '.join(parts)}."

@@ -14,7 +14,7 @@ from gpu.machine import OPTIONAL, Unfit, build_kernel, git_commit, missing_packa
 from gpu.measure import Job
 from gpu.parts import CaseItem, Item, MachineItem, Size
 from gpu.processes import OUT_OF_TIME, environment, run_child
-from gpu.recipes import RecipeRun, run_recipe
+from gpu.recipes import RecipeRun, own_cache, run_recipe
 from gpu.record import FINDINGS, Record, line
 from gpu.testing import Selection, run_tests
 
@@ -127,8 +127,10 @@ class Suite:
                 entry["name"] == item.name and entry["status"] == "ok" and self._is_here(entry)
                 for entry in self.record.content["recipes"]
             )
+        here = [run for run in self.record.runs if run["environment"].get("card") == self._card]
+        if isinstance(item, MachineItem) and item.name == "doctor":
+            return not any("doctor" in run for run in here)
         if isinstance(item, MachineItem) and item.settings:
-            here = [run for run in self.record.runs if run["environment"].get("card") == self._card]
             return not any({name for name, _ in item.settings} <= run.get("page_locking", {}).keys() for run in here)
         return True  # tests know themselves what passed; rates are each run's own
 
@@ -167,10 +169,12 @@ class Suite:
         self.run["left_out"].append(what)
         self.record.write()
 
-    def _child(self, job: Job, seconds: float | None = None) -> tuple[list[dict[str, Any]], str | None, str]:
+    def _child(
+        self, job: Job, seconds: float | None = None, **variables: str
+    ) -> tuple[list[dict[str, Any]], str | None, str]:
         left = self.remaining() if seconds is None else seconds
         limit = None if left == float("inf") else left
-        return run_child(child_command(job), limit, environment(job.allocator))
+        return run_child(child_command(job), limit, environment(job.allocator, **variables))
 
     # Kinds of items
 
@@ -210,6 +214,13 @@ class Suite:
                 say(f"GB/s { ({k: round(v / 1e9, 1) for k, v in results[0].items() if isinstance(v, float)}) }")
             else:
                 self._could_not("rates", why, said)
+        if item.name == "doctor":
+            results, why, said = self._child(Job("doctor", device=self.size.device), seconds, **own_cache())
+            if results:
+                self.run["doctor"] = results[0]
+                say(f"tune doctor: {'; '.join(results[0]['problems']) or 'nothing hinders training here'}")
+            else:
+                self._could_not("doctor", why, said)
         for name, allocator in item.settings:
             job = Job("page-locking", device=self.size.device, allocator=allocator)
             results, why, said = self._child(job, min(seconds, self.remaining()))
@@ -248,7 +259,8 @@ class Suite:
 
     def _run_recipe(self, item: RecipeRun, seconds: float) -> None:
         limit = None if seconds == float("inf") else seconds
-        result = run_recipe(item, self.size.device, limit, self.missing)
+        card = self.run["environment"].get("device_memory_bytes")
+        result = run_recipe(item, self.size.device, limit, self.missing, card)
         if result["status"] == OUT_OF_TIME:
             self._leave_out(item.name)
             return

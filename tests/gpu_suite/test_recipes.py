@@ -109,6 +109,26 @@ def test_a_summary_of_nothing() -> None:
     assert summary([]) == {"losses": []}
 
 
+def test_the_tokens_and_seconds_of_a_step_are_those_of_the_second_half() -> None:
+    seen, rows = 0, []
+    for tokens, seconds in ((100, 50.0), (100, 9.0), (90, 3.0), (100, 2.0), (80, 2.0)):
+        seen += tokens
+        rows.append({"loss": 1.0, "tokens_seen": seen, "tokens_per_second": tokens / seconds})
+    facts = summary(rows)
+    assert facts["tokens"] == 90 and facts["step_seconds"] == pytest.approx(2.0)
+    assert "step_seconds" not in summary(rows[:1])
+
+
+def test_a_recipe_can_be_held_to_a_smaller_card() -> None:
+    """As the cases are: what programs see of it, less the CUDA context."""
+    total = 80 * 2**30
+    whole, held = (RecipeRun("a", "b", "c", memory_gib=gib) for gib in (None, 16))
+    assert recipes.allocator_of(whole, total) == "" and recipes.allocator_of(held, None) == ""
+    key, _, share = recipes.allocator_of(held, total).partition(":")
+    assert key == "per_process_memory_fraction" and float(share) == pytest.approx((15.7 - 0.45) / 80, abs=1e-3)
+    assert recipes.allocator_of(held, 12 * 2**30) == ""
+
+
 @pytest.mark.parametrize("config", ["llama2_7b_offload", "llama2_7b_lora"])
 def test_the_config_of_7b_keeps_all_but_data_and_weights(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

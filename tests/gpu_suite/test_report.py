@@ -8,7 +8,7 @@ from typing import Any
 
 import gpu_suite as suite
 import pytest
-from gpu import report
+from gpu import planned, report
 from gpu.measure import GIB
 from gpu.parts import HEADLINE, LOCKING
 
@@ -135,12 +135,16 @@ def test_writes_between_the_markers_of_the_readme(
 ) -> None:
     readme, record = tmp_path / "README.md", tmp_path / "gpu_suite.json"
     monkeypatch.setattr(report, "README", readme)
+    page = tmp_path / "planning.md"
+    page.write_text(f"before\n{planned.BEGIN}old\n{planned.END}after\n")
+    monkeypatch.setattr(planned, "PLANNING", page)
     record.write_text(json.dumps(filled()))
     other = "<!-- another script's table -->\n| a |\n<!-- end of the table -->\n"
     readme.write_text(f"{other}before\n{report.BEGIN}old\n{report.END}\nafter\n{other}")
     assert suite.main(["--report", "--output", str(record)]) == 0
     assert readme.read_text() == f"{other}before\n{report.BEGIN}{report.report(filled())}{report.END}\nafter\n{other}"
     assert "2,048" in capsys.readouterr().out
+    assert page.read_text() == f"before\n{planned.BEGIN}{planned.table([])}{planned.END}after\n"
 
     # Without a record too.
     assert suite.main(["--report", "--output", str(tmp_path / "none.json")]) == 0

@@ -48,6 +48,7 @@ def program(*results: dict[str, Any], then: str = "") -> str:
 
 
 FACTS = {"environment": {"cpu": "a", "torch": "b", "device": "cpu", "card": "NVIDIA H200"}}
+DOCTOR = {"status": 1, "problems": ["it is slow"], "rates": {"matmul": 1.0}}
 RATES = {"up": 4.0, "down": 4.0, "each_of_both": 2.0, "device_copy": 8.0}
 
 
@@ -68,6 +69,8 @@ class Children:
             return program(FACTS)
         if job.case == "rates":
             return program(RATES)
+        if job.case == "doctor":
+            return program(DOCTOR)
         if job.case == "page-locking":
             return program({"seconds_per_gib": 0.5})
         return program(*(self.result(tokens) for tokens in job.tokens))
@@ -80,7 +83,7 @@ class Children:
     @property
     def cases(self) -> list[tuple[str, float | None, list[int]]]:
         """Of the cases that ran: name, size of the card, tokens."""
-        names = ("machine", "rates", "page-locking")
+        names = ("machine", "rates", "page-locking", "doctor")
         return [(job.case, job.memory_gib, job.tokens) for job in self.jobs if job.case not in names]
 
 
@@ -132,9 +135,11 @@ def test_part_c_holds_the_headline_to_smaller_cards_first(
     code, content = run(output, "--part", "c")
     assert code == 0
     small = "packed-stream-in-backward-128-mib-in-flight+model"
-    assert children.cases[:3] == [(HEADLINE, 16, [16, 32]), (HEADLINE, 24, [16, 32]), (small, 16, [16, 32])]
-    assert children.cases[3] == ("none", None, [16, 32])
-    assert no_recipes == ["full-7b", "lora-7b"] and [r["name"] for r in content["recipes"]] == no_recipes
+    assert children.cases[:3] == [(HEADLINE, 16, [16, 32]), (HEADLINE, 24, [16, 32]), ("none", None, [16, 32])]
+    assert children.cases[3] == (small, 16, [16, 32])
+    assert no_recipes == ["full-7b-16gb", "full-7b-24gb", "full-7b-24gb-auto", "full-7b", "lora-7b"]
+    assert [r["name"] for r in content["recipes"]] == no_recipes
+    assert content["runs"][0]["doctor"] == DOCTOR
     allocators = {job.allocator for job in children.jobs if job.case == HEADLINE}
     assert allocators == {"", "expandable_segments:True"}
     assert children.cases[-1][0] == "none-again"
@@ -174,7 +179,11 @@ def test_on_a_gpu_the_parts_have_the_sizes_that_they_claim() -> None:
     assert all(item.tokens == (1024, 8192) and item.memory_gib is None for item in whole)
     held = [item for item in parts.part_c(size) if isinstance(item, CaseItem)]
     assert all(item.tokens == (1024, 4096) for item in held)
-    assert [item.shape for item in parts.large_recipes(size) if isinstance(item, RecipeRun)] == ["7b", "7b"]
+    assert {(item.shape, item.memory_gib) for item in parts.large_recipes(size)} == {
+        ("7b", 16),
+        ("7b", 24),
+        ("7b", None),
+    }
     for part in parts.PARTS.values():
         assert sum(map(parts.seconds_expected, part(size))) < 700
 
@@ -193,14 +202,13 @@ def test_a_part_can_be_rehearsed(part: str, output: Path) -> None:
     statuses = {result["status"] for result in content["results"]}
     assert statuses <= {"ok", "needs a GPU"}
     assert all(entry["status"] == "ok" and entry["wandb_files"] for entry in content["recipes"])
-    assert {"a": 0, "b": 18, "c": 16}[part] == len(content["results"])
+    assert {"a": 0, "b": 18, "c": 12}[part] == len(content["results"])
     for result in content["results"]:
         assert result.get("same_losses", {"equal": True})["equal"], result["case"]
     if part == "a":
         tests = content["tests"]["cpu"]
         passed = {name: found["outcomes"].get("passed", 0) for name, found in tests.items()}
-        assert set(passed) == {"kernels", "engine", "recipes", "sanitizer"}
-        assert passed.pop("recipes") == 0 and all(passed.values())
+        assert set(passed) == {"kernels", "engine", "recipes", "sanitizer"} and all(passed.values())
         assert all("failed" not in found["outcomes"] and "problems" not in found for found in tests.values())
 
 

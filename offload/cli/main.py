@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,17 @@ examples:
 """
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("train", "finetune", "sft", "launch"), "tune run RECIPE --config CONFIG trains"),
+    **dict.fromkeys(
+        ("generate", "chat", "inference"),
+        "tune run generate --config hf_generate model.path=outputs/RUN asks a model",
+    ),
+    **dict.fromkeys(("eval", "evaluate"), "docs/runs.md tells how lm_eval reads a checkpoint"),
+    **dict.fromkeys(("merge", "export"), "a LoRA run leaves the merged model in step_<n> beside its adapter/"),
+}
+"""Commands of other trainers, and what does it here."""
+
 _COMMANDS = ("run", "ls", "cp", "cat", "validate", "download", "push", "compare", "doctor", "plan")
 
 
@@ -118,18 +130,20 @@ def _dispatch(arguments: list[str]) -> int:
     # `run` passes most of its words on, to the recipe or to torchrun: argparse must not interpret them.
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     if arguments[:1] in (["validate"], ["plan"]):
         from offload.training.launch import as_override
 
         arguments = [as_override(word) for word in arguments]
+        if arguments[0] == "validate":  # as the others take it
+            arguments = [word.removeprefix("--config=") for word in arguments if word != "--config"]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
         from offload.component import nearest
 
         near = nearest(arguments[0], _COMMANDS)
-        raise UserError(
-            f"no command {arguments[0]!r}: "
-            + (f"did you mean {near}?" if near else f"choose from {', '.join(_COMMANDS)}")
-        )
+        usual = f"did you mean {near}?" if near else f"choose from {', '.join(_COMMANDS)}"
+        raise UserError(f"no command {arguments[0]!r}: {_ELSEWHERE.get(arguments[0], usual)}")
     parser = _parser()
     args, extra = parser.parse_known_args(arguments)
     if args.command in ("validate", "plan"):
@@ -184,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: tune validate llama2_7b_offload optimizer.lr=1e-5",
     )
     validate.add_argument("config", help="a config from `tune ls`, or a path")
-    validate.add_argument("overrides", nargs="*", metavar="override", help="as for `tune run`")
+    validate.add_argument("overrides", nargs="*", default=[], metavar="override", help="as for `tune run`")
     validate.add_argument("--recipe", help="the recipe to check against (default: the one it is for)")
     validate.set_defaults(execute=_validate)
 
@@ -199,18 +213,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    print(f"{'RECIPE':<48} CONFIG")
-    shown = 0
+    lines = [f"{'RECIPE':<48} CONFIG"]
+    names = []
     for recipe, configs in registry.listing():
+        names += [recipe, *configs]
         if args.pattern and args.pattern not in recipe:
             configs = [config for config in configs if args.pattern in config]
             if not configs:
                 continue
         for position, config in enumerate(configs or ["<>"]):
-            print(f"{recipe if position == 0 else '':<48} {config}")
-        shown += 1
-    if not shown:
-        raise UserError(f"no recipe or config has {args.pattern!r} in its name; `tune ls` lists all of them")
+            lines.append(f"{recipe if position == 0 else '':<48} {config}")
+    if len(lines) == 1:
+        from offload.component import nearest
+
+        near = nearest(args.pattern, {part for name in names for part in re.split(r"[/_]", name)})
+        hint = f"did you mean {near}?" if near else "`tune ls` lists all of them"
+        raise UserError(f"no recipe or config has {args.pattern!r} in its name; {hint}")
+    print("\n".join(lines))
     return 0
 
 
@@ -235,9 +254,9 @@ def _cp(args: argparse.Namespace) -> int:
             shutil.copyfileobj(original, copy)
     except FileExistsError:
         raise UserError(f"{destination} exists already: give another destination, or --force to replace it") from None
-    except FileNotFoundError:
-        raise UserError(f"{destination.parent} does not exist: make it, or add --make-parents") from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not destination.parent.exists():
+            raise UserError(f"{destination.parent} does not exist: make it, or add --make-parents") from None
         raise UserError(f"cannot write {destination}: {error.strerror}") from None
     print(f"Copied to {destination}")
     return 0
@@ -296,10 +315,23 @@ def split_run(arguments: list[str]) -> RunArguments:
         example = "tune run full_finetune_single_device --config tiny_llama_offload"
         raise UserError(f"which recipe? For example: {example}; `tune ls` lists all of them")
     if config is None:
-        raise UserError(
-            f"which config? For example: tune run {words[at]} --config NAME; `tune ls` lists the configs of each recipe"
-        )
+        raise UserError(_which_config(words, at))
     return RunArguments(words[:at], words[at], config, words[at + 1 :])
+
+
+def _which_config(words: list[str], at: int) -> str:
+    """What is said where no word is ``--config``."""
+    from offload.component import nearest
+
+    for word in words:
+        if word.startswith("--") and nearest(word.lstrip("-").partition("=")[0], ["config"]):
+            return f"unknown option {word}: did you mean --config?"
+    for index, word in enumerate(words[at:], at):
+        with contextlib.suppress(UserError):
+            found = registry.find_config(word)
+            recipe = words[at] if index > at else registry.recipe_of_config(found.name if found.shipped else "")
+            return f"{word} is a config: tune run {recipe} --config {word}"
+    return f"which config? For example: tune run {words[at]} --config NAME; `tune ls` lists the configs of each recipe"
 
 
 def _recipe_position(words: list[str]) -> int | None:
@@ -340,6 +372,9 @@ def _run(arguments: list[str]) -> int:
     run = split_run([word for word in arguments if word != "--dry-run"])
     config = registry.find_config(run.config)
     recipe = registry.find_recipe(run.recipe, config=config)
+    if recipe.ours:
+        _check_goes_together(recipe, config)
+        _check_options(run)
     if is_dry:
         return _plan(run)
     if not recipe.ours:
@@ -355,6 +390,38 @@ def _run(arguments: list[str]) -> int:
         _settle_openmp()
         return torchrun.launch(run.torchrun, recipe, config.path, run.rest)
     return execute(recipe.path, ["--config", str(config.path), *run.rest])
+
+
+def _check_goes_together(recipe: registry.RecipeRef, config: registry.ConfigRef) -> None:
+    """Refuses one of our configs under a recipe of another kind, all of whose keys would be strange to it."""
+    if not (config.ours and config.shipped) or recipe.name not in registry.our_recipes():
+        return
+    for_recipe = registry.recipe_of_config(config.name)
+    if (for_recipe == "generate") != (recipe.name == "generate"):
+        raise UserError(
+            f"{config.name} is a config of the recipe {for_recipe}: tune run {for_recipe} --config {config.name}"
+        )
+    if for_recipe.partition("_")[0] != recipe.name.partition("_")[0]:
+        print(f"note: {config.name} is a config of the recipe {for_recipe}", file=sys.stderr)
+
+
+def _check_options(run: RunArguments) -> None:
+    """Refuses options behind the recipe's name that stand before it, or are misspelt."""
+    from offload.component import nearest
+
+    for word in run.rest:
+        name = word.partition("=")[0]
+        if not name.startswith("--"):
+            continue
+        if nearest(name.replace("_", "-"), ["--dry-run"]):
+            raise UserError(f"unknown option {name}: did you mean --dry-run?")
+        if name.lstrip("-").replace("-", "_") in ("nproc_per_node", "nnodes", "max_restarts") or name.startswith(
+            "--rdzv"
+        ):
+            raise UserError(
+                f"{name} is an option of torchrun: it stands before the recipe's name (tune run {name} … {run.recipe} "
+                f"--config {run.config})"
+            )
 
 
 def _plan(run: RunArguments) -> int:

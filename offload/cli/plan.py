@@ -40,14 +40,24 @@ def add_parser(commands: Any) -> None:
         "where it does not fit.",
         epilog='example: tune plan --config llama2_7b_offload --gpu "RTX 4070 Ti SUPER" --ram 32GiB',
     )
-    parser.add_argument("--config", required=True, metavar="NAME", help="a config from `tune ls`, or a path")
+    parser.add_argument("--config", metavar="NAME", help="a config from `tune ls`, or a path")
     parser.add_argument("--recipe", help="the recipe to run (default: the one that the config is for)")
-    parser.add_argument("overrides", nargs="*", metavar="override", help="as for `tune run`")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="override", help="as for `tune run`")
     add_machine(parser)
     options = parser.add_argument_group("of a recipe for several processes, as for `tune run`")
     options.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="of each host")
     options.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts")
-    parser.set_defaults(execute=lambda args: plan(args.config, args.overrides, args, recipe=args.recipe))
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(args: argparse.Namespace) -> int:
+    name, overrides = args.config, list(args.overrides)
+    if name is None:  # as `tune validate` takes it
+        name = next((word for word in overrides if "=" not in word and not word.startswith("~")), None)
+        if name is None:
+            raise UserError("which config? For example: tune plan --config llama2_7b_offload; `tune ls` lists them")
+        overrides.remove(name)
+    return plan(name, overrides, args, recipe=args.recipe)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +94,8 @@ def size(text: str, option: str, example: str = "16GiB") -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     units = {name.lower(): factor for name, factor in UNITS.items()}
     if found is None or found[2].lower() not in units or not float(found[1]):
-        unit = " with its unit" if re.fullmatch(r"\d+(\.\d+)?", text.strip()) and float(text) else " above 0"
-        raise UserError(f"{option}: got {text!r}, expected a size{unit}, such as {example}")
+        kind = " above 0" if found and not float(found[1]) else f" with its unit ({', '.join(UNITS)})"
+        raise UserError(f"{option}: got {text!r}, expected a size{kind}, such as {example}")
     return int(float(found[1]) * units[found[2].lower()])
 
 

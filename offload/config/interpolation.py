@@ -160,8 +160,10 @@ def _resolve_values(
         where = f" ({place(here)})" if place else ""
         try:
             value = node[key]
-        except (MissingMandatoryValue, InterpolationToMissingValueError):
+        except MissingMandatoryValue:
             return MISSING
+        except InterpolationToMissingValueError:
+            return UNKNOWN  # it is told of the key that is missing
         except OmegaConfBaseException as error:
             problems.append(f"{dotted(here)}: {interpolation_problem(error, node, key, names)}{where}")
             return UNKNOWN

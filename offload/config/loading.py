@@ -43,7 +43,7 @@ from omegaconf.errors import (
 
 from offload import component as components
 from offload.component import LocalModuleError, nearest
-from offload.config.elsewhere import HERE, NOT_HERE
+from offload.config.elsewhere import USUAL, component_here, key_here
 from offload.config.interpolation import (
     MISSING,
     grammar_problems,
@@ -190,17 +190,15 @@ def _check_section(
         if name in hints:
             continue
         if any(used[: len(here)] == here for used in referenced):
+            if isinstance(value, Missing):
+                problems.append(f"{dotted(here)}: required: set {dotted(here)}")
             _check_free(value, here, problems)
             continue
         elsewhere = [] if at else _sections_that_take(name, tree)
         if elsewhere:
             hint = f"did you mean {' or '.join(elsewhere)}?"
-        elif not at and HERE.get(name, "").partition(".")[0] in hints:
-            hint = f"it is called {HERE[name]} here"
-        elif not at and name in NOT_HERE:
-            hint = f"remove it: {NOT_HERE[name]}"
         else:
-            hint = _rename(name, here, hints)
+            hint = (None if at else key_here(name, hints)) or _rename(name, here, hints)
         problems.append(f"{dotted(here)}: nothing reads this key; {hint}")
     for field in dataclasses.fields(schema):
         here = (*at, field.name)
@@ -245,6 +243,17 @@ def _rename(name: str, here: KeyPath, valid: Mapping[str, Any]) -> str:
     return f"remove it, or use one of: {', '.join(sorted(valid))}" if len(valid) <= 20 else "remove it"
 
 
+def _taken_by_the_usual(name: str, at: KeyPath, kind: str, path: Any) -> str | None:
+    usual = USUAL.get(kind, path)
+    if usual == path:
+        return None
+    # Its own, not those of what it builds: every optimizer's arguments are OffloadOptimizer's too.
+    found = inspect.signature(resolve(usual)).parameters.get(name)
+    if found is None or found.kind is inspect.Parameter.VAR_KEYWORD:
+        return None
+    return f"{usual} does: {dotted(at)}={usual}"
+
+
 def _how_to_set(here: KeyPath, annotation: Any) -> str:
     if Component in members_of(annotation)[0]:
         return f"set {dotted(here)}._component_ to the dotted path of a component"
@@ -280,7 +289,9 @@ def _check_value(value: Any, annotation: Any, at: KeyPath, referenced: set[KeyPa
             _check_value(each, entry, (*at, index), referenced, problems)
         return
     if not fits(annotation, value):
-        problems.append(f"{key}: {type_problem(annotation, value)}")
+        written = component_here(key, value) if isinstance(value, str) and Component in members else None
+        way = f"{value!r} is no component; did you mean {written}?" if written else type_problem(annotation, value)
+        problems.append(f"{key}: {way}")
         return
     for marker in markers:
         if isinstance(marker, (AtLeast, AtMost, Above)) and isinstance(value, (int, float)):
@@ -326,6 +337,14 @@ def _check_component(
     if isinstance(path, Missing):
         problems.append(f"{key}._component_: required: set it to the dotted path of what to build")
         return
+    kind = next((str(part) for part in reversed(at) if not str(part).isdigit()), "")
+    written = component_here(kind, path) if isinstance(path, str) else None
+    if written is not None:
+        problems.append(f"{key}: {path!r} is no component; did you mean {written}?")
+        return
+    if isinstance(path, str) and kind in USUAL and "." not in path:
+        problems.append(f"{key}._component_: expected a full dotted path such as {USUAL[kind]}, got {path!r}")
+        return
     try:
         component = _callable(path, f"{key}._component_")
         wrong = makes.problem(component, path) if makes is not None else None
@@ -370,7 +389,12 @@ def _check_component(
             continue
         parameter = parameter_for(signature, name)
         if parameter is None:
-            problems.append(f"{dotted(here)}: {path} does not take {name!r}; {_rename(name, here, settable)}")
+            hint = (
+                key_here(name, {"dataset", "model", "optimizer", "tokenizer", str(at[0])})
+                or _taken_by_the_usual(name, at, kind, path)
+                or _rename(name, here, settable)
+            )
+            problems.append(f"{dotted(here)}: {path} does not take {name!r}; {hint}")
         elif isinstance(value, Missing):
             problems.append(f"{dotted(here)}: required: set {dotted(here)} ({describe(annotation_of(parameter))})")
         elif parameter.kind is not inspect.Parameter.VAR_KEYWORD and not fits(annotation_of(parameter), value):

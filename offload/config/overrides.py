@@ -42,6 +42,7 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], schema: type
     """Applies the overrides to ``tree``; returns those that set a key."""
     typed: dict[KeyPath, _Typed] = {}
     problems: list[str] = []
+    overrides = _without_spaced(overrides, problems)
     for text in overrides:
         try:
             _apply_one(text, tree, schema, typed)
@@ -57,6 +58,26 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], schema: type
     if problems:
         raise UserError("\n".join(problems))
     return typed
+
+
+def _without_spaced(overrides: Sequence[str], problems: list[str]) -> list[str]:
+    """Without what was written as ``key = value`` or ``key: value``, which a shell takes apart."""
+    left: list[str] = []
+    words = list(overrides)
+    while words:
+        word, after = words.pop(0), words[:2]
+        if after[:1] == ["="] and len(after) == 2 and "=" not in word:
+            key, value, taken = word, after[1], 2
+        elif after and after[0].startswith("=") and len(after[0]) > 1 and "=" not in word:
+            key, value, taken = word, after[0][1:], 1
+        elif after and word[-1:] in (":", "=") and "=" not in word[:-1] + after[0] and after[0][:1] != "~":
+            key, value, taken = word[:-1], after[0], 1
+        else:
+            left.append(word)
+            continue
+        del words[:taken]
+        problems.append(f"override {' '.join([word, *after[:taken]])}: write {key}={value}, without spaces")
+    return left
 
 
 def _apply_one(text: str, tree: dict[str, Any], schema: type | None, typed: dict[KeyPath, _Typed]) -> None:

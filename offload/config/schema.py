@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import inspect
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -218,8 +220,12 @@ def describe(annotation: Any) -> str:
             text = f"a list of {len(args)}: {', '.join(map(describe, args))}"
         elif each is list or each is tuple or origin is tuple:
             text = "a list"
-        elif each is dict or origin is dict:
+        elif each is dict or origin in (dict, collections.abc.Mapping):
             text = "a mapping"
+        elif origin is collections.abc.Sequence:
+            text = "a list"
+        elif inspect.isclass(origin or each) and issubclass(origin or each, os.PathLike):
+            text = "a path"
         else:
             text = getattr(each, "__name__", str(each))
         if text not in texts:

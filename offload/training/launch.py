@@ -106,8 +106,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         notes: list[str] = []
         settings: Any
         if unknown:
-            name = unknown[0].lstrip("-") or "key"
-            raise UserError(f"unknown option {unknown[0]}: settings are written as {name}=value")
+            raise UserError("\n".join(_as_settings(sys.argv[1:] if argv is None else argv, unknown)))
         with _telling_peers():
             cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         if argv is None:
@@ -158,6 +157,18 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         for one in line.splitlines():
             print(f"error: {who}{one}", file=sys.stderr)
         return 2
+
+
+def _as_settings(words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
+    """How options are written here: ``--learning_rate 1e-5`` is ``optimizer.lr=1e-5``."""
+    from offload.config.elsewhere import HERE
+
+    words = list(words)
+    for option in (each for each in unknown if each.startswith("-")):
+        at = words.index(option) + 1 if option in words else len(words)
+        value = words[at] if at < len(words) and not words[at].startswith("-") and "=" not in words[at] else "True"
+        name = option.lstrip("-").replace("-", "_") or "key"
+        yield f"unknown option {option}: settings are written as {HERE.get(name, name)}={value}"
 
 
 @contextlib.contextmanager

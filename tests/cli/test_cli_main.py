@@ -79,9 +79,9 @@ def test_run_executes_our_recipe_with_the_config_and_every_override(shipped):
 @pytest.mark.parametrize(
     "words",
     [
-        ["generate", "--config=small_offload", "a=1"],
-        ["generate", "a=1", "--config", "small_offload"],
-        ["--config", "small_offload", "generate", "a=1"],
+        ["full_finetune_single_device", "--config=small_offload", "a=1"],
+        ["full_finetune_single_device", "a=1", "--config", "small_offload"],
+        ["--config", "small_offload", "full_finetune_single_device", "a=1"],
     ],
 )
 def test_run_takes_the_config_anywhere(shipped, words):
@@ -91,7 +91,7 @@ def test_run_takes_the_config_anywhere(shipped, words):
 
 def test_run_gives_back_the_recipes_status(shipped, monkeypatch):
     monkeypatch.setenv("STATUS", "143")
-    assert run("generate", "--config", "small_offload") == 143
+    assert run("full_finetune_single_device", "--config", "small_offload") == 143
 
 
 def test_run_executes_a_recipe_file_with_its_folder_importable(shipped, tmp_path):
@@ -207,6 +207,15 @@ def test_torchtunes_recipes_have_torchtunes_help(shipped, handed_on):
         (["generate", "--config", "small_ofload"], "did you mean small_offload?"),
         (["generate", "--config"], "--config needs"),
         (["generate", "a=1"], "which config?"),
+        (["generate", "--confg", "small_offload"], "unknown option --confg: did you mean --config?"),
+        (["generate", "small_offload"], "small_offload is a config: tune run generate --config small_offload"),
+        (["small_offload"], "is a config: tune run full_finetune_single_device --config small_offload"),
+        (["generate", "--config", "small_offload"], "is a config of the recipe full_finetune_single_device"),
+        (["full_finetune_single_device", "--config", "small_offload", "--dryrun"], "did you mean --dry-run?"),
+        (
+            ["full_finetune_single_device", "--config", "small_offload", "--nproc-per-node=2"],
+            "--nproc-per-node is an option of torchrun: it stands before the recipe's name",
+        ),
         (["--config", "small_offload"], "which recipe?"),
         (["./gone.py", "--config", "small_offload"], "no file './gone.py'"),
         (
@@ -333,6 +342,13 @@ def test_a_copied_config_can_be_copied_onto_itself_only_with_an_error(shipped, c
     [
         (["rum"], "no command 'rum': did you mean run?"),
         (["frobnicate"], "choose from run, ls, cp, cat, validate, download"),
+        (["train", "x.yaml"], "no command 'train': tune run RECIPE --config CONFIG trains"),
+        (["chat"], "no command 'chat': tune run generate --config hf_generate"),
+        (["ls", "smol"], "did you mean small?"),
+        (["cp", "generate", "/proc/mine.py"], "cannot write /proc/mine.py"),
+        (["validate"], "the following arguments are required: config;"),
+        (["plan"], "which config? For example: tune plan --config"),
+        (["plan", "gone"], "no config 'gone'"),
         (["ls", "--all"], "unknown argument --all"),
         (["cp", "generate"], "tune cp --help"),
         (["cat", "small_oflfoad"], "did you mean small_offload?"),

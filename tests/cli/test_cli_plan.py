@@ -83,7 +83,9 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(capsys: pytest.CaptureFixtu
     ("words", "told"),
     [
         (["--gpu", "RTX 4091"], "did you mean 'RTX 4090'"),
-        (["--vram", "16"], "--vram: got '16', expected a size with its unit, such as 16GiB"),
+        (["--vram", "16"], "--vram: got '16', expected a size with its unit (KiB, MiB,"),
+        (["--ram", "32G"], "MB, GB, TB), such as 16GiB"),
+        (["--ram", "0GiB"], "--ram: got '0GiB', expected a size above 0, such as 16GiB"),
         (["--vram", "0GiB"], "--vram: got '0GiB'"),
         (["--ram=-3GiB"], "--ram: got '-3GiB'"),
         (["--gpu", "L4", "--vram", "16GiB"], "not allowed with"),

@@ -75,8 +75,13 @@ def test_several_runs_in_one_process_log_each_line_once(config: str, capsys: pyt
 def test_an_option_that_does_not_exist_is_told_how_to_be_written(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_recipe(Recipe, ["--config", config, "--rate", "1e-5"]) == 2
-    assert capsys.readouterr().err == "error: unknown option --rate: settings are written as rate=value\n"
+    words = ["--rate", "1e-5", "--packing", "--learning-rate", "2e-5"]
+    assert run_recipe(Recipe, ["--config", config, *words]) == 2
+    assert capsys.readouterr().err == (
+        "error: unknown option --rate: settings are written as rate=1e-5\n"
+        "error: unknown option --packing: settings are written as dataset.packed=True\n"
+        "error: unknown option --learning-rate: settings are written as optimizer.lr=2e-5\n"
+    )
 
 
 def test_a_python_without_docstrings_runs_recipes() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,6 +14,39 @@ from torch import Tensor
 
 from offload.engine.runtime import Direction, Event, HostRuntime, Runtime
 from offload.simulation.accelerator import SimulatedAccelerator
+
+A_LIBRARY = 200
+"""Modules: so many further ones are a library that a test was the first to import."""
+
+_frozen_modules = 0
+
+
+def _freeze() -> None:
+    """Exempts what is here from searches for garbage.
+
+    What was collected and imported is a million objects that stay, half a second for each ``gc.collect()`` of a test
+    or a library. What a test makes is searched as ever.
+    """
+    global _frozen_modules
+    gc.collect()
+    gc.freeze()
+    _frozen_modules = len(sys.modules)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # a third of the time, and nothing to find
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        _freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Between tests."""
+    if len(sys.modules) >= _frozen_modules + A_LIBRARY:
+        _freeze()
 
 
 class ThreadedRuntime(HostRuntime):

@@ -3,7 +3,6 @@ that changes."""
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -132,10 +131,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    gc.freeze()  # torchtune collects garbage at each load: not what the imports left
-    yield World(tmp_path_factory.mktemp("fuzz"))
-    gc.unfreeze()
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ its model, the loop, and what a checkpoint holds.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,15 +15,12 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload.checkpoints import disk_space
 from offload.checkpoints.beside import Beside
 from offload.checkpoints.manager import CheckpointManager, Loaded, output_folder
-from offload.checkpoints.manifest import read as read_manifest
-from offload.checkpoints.manifest import whole_checkpoints
 from offload.checkpoints.output_lock import OutputLock
 from offload.config.loading import instantiate
 from offload.config.secrets import resolved_and_masked
-from offload.data.batches import Batch, Batches, build_batches
+from offload.data.batches import Batch
 from offload.data.labels import IGNORE_INDEX
 from offload.data.tokenizers import build_tokenizer
 from offload.device import find_device, find_dtype, is_here, random_state, set_random_state
@@ -43,9 +39,10 @@ from offload.training import hindsight
 from offload.training.activations import prepare_activations
 from offload.training.advice import of_host_memory
 from offload.training.best_evaluation import BestEvaluation
+from offload.training.data_sets import build_data_sets, check_length
 from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
-from offload.training.optimizer import check_resumed, evaluation_weights, reserve_snapshot, set_mode, snapshot_of
+from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
 from offload.training.page_locking import telling_refusals
 from offload.training.placement import measured_speeds
@@ -53,8 +50,9 @@ from offload.training.preflight import check_run
 from offload.training.profiler import build_profiler
 from offload.training.reporting import Reporter
 from offload.training.restart import Restart, find_restart, note_report
-from offload.training.resume import check_fields, put_back, put_back_random
+from offload.training.resume import choose_checkpoint, put_back, put_back_random
 from offload.training.resume_changes import check_changes, resume_notes, warm_up_note
+from offload.training.saving import Saving
 from offload.training.seed import draw_apart, draw_seed, set_seed
 from offload.training.settings import AUTO, TrainSettings
 from offload.training.step import (
@@ -66,9 +64,6 @@ from offload.training.step import (
     next_micro_batches,
 )
 
-TOLD_AFTER, TOLD_EVERY = 1.0, 15.0
-"""Seconds of waiting for a checkpoint after which it is told how far it is, first and then."""
-
 
 class FinetuneRecipe:
     """State of a run and the parts of its set-up that do not depend on what is trained.
@@ -78,9 +73,7 @@ class FinetuneRecipe:
         step_in_epoch: optimizer steps done in the current epoch.
         global_step: optimizer steps done in the run.
         total_steps: optimizer steps of the whole run, those before a resume included.
-        saved: the last checkpoint that this process saved.
-        saved_step: optimizer steps that the newest checkpoint of the run holds.
-        under_way: the checkpoint that is being written beside training, and the optimizer steps that it holds.
+        saving: the checkpoints that it saves.
         is_between_steps: the model, the optimizer and the counts above agree: they can be saved.
         resumed_from: the checkpoint that this process began with.
         resumed_config: the configuration of the run that saved it.
@@ -94,6 +87,7 @@ class FinetuneRecipe:
     loss: SummedLoss
     activations: contextlib.AbstractContextManager[Any]
     optimizer: torch.optim.Optimizer
+    saving: Saving
 
     def __init__(self, settings: TrainSettings, cfg: DictConfig) -> None:
         self.settings, self.cfg = settings, cfg
@@ -102,9 +96,6 @@ class FinetuneRecipe:
         self.epoch = 0
         self.step_in_epoch = 0
         self.global_step = 0
-        self.saved: Path | None = None
-        self.saved_step = 0
-        self.under_way: tuple[Beside, int] | None = None
         self.is_between_steps = True
         self.resumed_from: Path | None = None
         self.resumed_config: dict[str, Any] | None = None
@@ -158,22 +149,23 @@ class FinetuneRecipe:
                 self.dtype,
                 say,
             )
-            self.checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
+            checkpoints = CheckpointManager(self.source.format, self.output_dir, keep_last_n=settings.keep_last_n)
+            self.saving = Saving(checkpoints, settings, self.world, adapts=self.adapts)
         if settings.memory_snapshot and not record_for_snapshot(self.device):
             say(f"note: memory_snapshot: {self.device.type} has none, only CUDA's allocator records")
         self.world.from_main(self._take_folder)
-        resumed = self._find_checkpoint()
+        resumed = self._find_checkpoint(checkpoints)
         state = resumed.recipe_state if resumed else {}
         seed = state.get("seed") if settings.seed is None else settings.seed
         seed = self.world.from_main(lambda: draw_seed() if seed is None else seed)
         self.seed = set_seed(seed, settings.cudnn_deterministic_mode)
         say(f"seed: {self.seed}" + (", drawn for this run" if settings.seed is None and not resumed else ""))
         self.epoch, self.step_in_epoch = state.get("epoch", 0), state.get("step_in_epoch", 0)
-        self.global_step = self.saved_step = state.get("global_step", 0)
+        self.global_step = self.saving.newest_step = state.get("global_step", 0)
         self.best = BestEvaluation(settings.evaluation.early_stopping_patience if settings.evaluation else None)
         if state.get("best_evaluation") is not None:
             self.best.load_state_dict(state["best_evaluation"])
-        self._keep_best()
+        self.saving.keep_best(self.best.step)
         if self.best.is_exhausted:
             raise NothingToDo(
                 f"nothing is left to train: {self.best}. To go on from {self.resumed_from}, raise "
@@ -194,16 +186,10 @@ class FinetuneRecipe:
             for each in of_host_memory(self):
                 say(each)
 
-    def _keep_best(self) -> None:
-        """Protect the checkpoint of the best evaluation from keep_last_n."""
-        evaluation = self.settings.evaluation
-        if evaluation is not None and evaluation.keep_best and self.best.step is not None:
-            self.checkpoints.best = self.checkpoints.output_dir / f"step_{self.best.step}"
-
-    def _find_checkpoint(self) -> Loaded | None:
+    def _find_checkpoint(self, checkpoints: CheckpointManager) -> Loaded | None:
         """The checkpoint to go on from."""
         self.restart = find_restart(self.world, self.output_dir)
-        found = self._choose_checkpoint()
+        found = choose_checkpoint(checkpoints, self.settings, self.restart)
         if self.restart is not None:
             say(self.restart.line(None if found is None else found[0]))
             self.cfg.resume_from_checkpoint = AUTO if self.restart.has_reported else False
@@ -217,47 +203,6 @@ class FinetuneRecipe:
             say(f"resuming from {self.resumed_from}")
         return loaded
 
-    def _choose_checkpoint(self) -> tuple[Path, Loaded] | None:
-        chosen = self.settings.resume_from_checkpoint
-        if self.restart is not None and self.restart.has_saved:
-            chosen = True
-        if chosen is False:
-            if self.restart is None:
-                self._tell_of_an_earlier_run()
-            return None
-        takes_newest = chosen is True or chosen == AUTO
-        found = self.checkpoints.load_newest() if takes_newest else self.checkpoints.load_chosen(str(chosen))
-        if found is None and chosen == AUTO and not whole_checkpoints(self.output_dir):
-            say(f"resume_from_checkpoint={AUTO}: no checkpoint in {self.output_dir} yet, starting from the beginning")
-            return None
-        if found is None:
-            damaged = whole_checkpoints(self.output_dir)
-            raise UserError(
-                f"resume_from_checkpoint: every checkpoint in {self.output_dir} is damaged; give the output_dir of "
-                "another run, or start anew with resume_from_checkpoint=False"
-                if damaged
-                else f"resume_from_checkpoint: there is no whole checkpoint in {self.output_dir}; give the output_dir "
-                f"of the run to go on with, or resume_from_checkpoint={AUTO}, which starts from the beginning where "
-                "there is none"
-            )
-        path, loaded = found
-        check_fields(loaded.recipe_state, path)
-        return path, loaded
-
-    def _tell_of_an_earlier_run(self) -> None:
-        """A run that begins in a folder with checkpoints may have been meant to go on from them."""
-        names = [path.name for path in whole_checkpoints(self.output_dir)]
-        if not names:
-            return
-        keep = self.settings.keep_last_n
-        fate = (
-            "writes over those of its own steps" if keep is None else f"deletes them as it saves (keep_last_n={keep})"
-        )
-        say(
-            f"warning: {self.output_dir} has {', '.join(names[-3:])} of an earlier run; this one starts from the "
-            f"beginning and {fate}: to go on from them, resume_from_checkpoint={AUTO}; to keep them, another output_dir"
-        )
-
     def setup_data(self) -> None:
         """Loss, data sets, and how many steps they make."""
         with self.world.together():
@@ -266,43 +211,17 @@ class FinetuneRecipe:
     def _setup_data(self) -> None:
         settings = self.settings
         self.loss_fn = instantiate(settings.loss)
-        common: dict[str, Any] = {
-            "collate_fn": settings.collate_fn,
-            "ignore_index": getattr(self.loss_fn, "ignore_index", IGNORE_INDEX),
-            "seed": self.seed,
-            "num_workers": settings.num_workers,
-            "device": self.device,
-            "masks": self.source.masks_documents,
-            "skips_bad_rows": settings.dataset_errors == "skip",
-            "rank": self.world.rank,
-            "ranks": self.world.size,
-        }
-        self.batches = build_batches(
-            settings.dataset,
+        self.batches, self.held_out = build_data_sets(
+            settings,
             self.tokenizer,
-            key="dataset",
-            batch_size=settings.batch_size,
-            shuffle=settings.shuffle,
+            ignore_index=getattr(self.loss_fn, "ignore_index", IGNORE_INDEX),
+            seed=self.seed,
+            device=self.device,
+            masks=self.source.masks_documents,
+            world=self.world,
             epoch=self.epoch,
-            start=self.step_in_epoch * settings.gradient_accumulation_steps,
-            **common,
+            step_in_epoch=self.step_in_epoch,
         )
-        self.held_out: Batches | None = None
-        if settings.evaluation is not None:
-            self.held_out = build_batches(
-                settings.evaluation.dataset,
-                self.tokenizer,
-                key="evaluation.dataset",
-                batch_size=settings.evaluation.batch_size or settings.batch_size,
-                shuffle=False,
-                drop_last=False,
-                **common,
-            )
-        for batches in filter(None, (self.batches, self.held_out)):
-            for note in batches.notes:
-                say(note)
-        if self.batches.first_sample is not None:
-            say(f"the first sample, with what is trained of it in brackets: {_in_one_line(self.batches.first_sample)}")
         self.memory_before = use_of_this_process().resident
         self.steps_per_epoch = count_steps(
             batches_per_epoch=len(self.batches),
@@ -330,25 +249,11 @@ class FinetuneRecipe:
             assert self.resumed_from is not None
             check_changes(self.resumed_config, self.cfg, checkpoint=self.resumed_from, step_in_epoch=self.step_in_epoch)
 
-    def check_length(self, limit: int | None) -> None:
-        """Whether the model, which takes so many tokens, takes the longest sample that was read.
-
-        Raises:
-            UserError: it does not.
-        """
-        for key, batches in (("dataset", self.batches), ("evaluation.dataset", self.held_out)):
-            if batches is not None and limit is not None and batches.tally.longest > limit:
-                raise UserError(
-                    f"model.max_seq_len: the model takes {limit} tokens and {key} has samples of "
-                    f"{batches.tally.longest}; cut them with tokenizer.max_seq_len={limit}, or raise it where the "
-                    "model was trained on longer ones"
-                )
-
     def prepare_model(self, parts: CausalLM) -> None:
         """What happens to every model that has its weights: compilation, activations, the loss."""
         settings = self.settings
         self.parts, self.model = parts, parts.module
-        self.check_length(parts.max_seq_len)
+        check_length(self.batches, self.held_out, parts.max_seq_len)
         is_packed = any(batches.is_packed for batches in (self.batches, self.held_out) if batches is not None)
         has_weights = not next(self.model.parameters()).is_meta  # else it gets them when it is divided
         if is_packed and has_weights:
@@ -401,16 +306,22 @@ class FinetuneRecipe:
             assert self.resumed_from is not None
             put_back(state, self.optimizer, self.lr_scheduler, self.resumed_from)
         set_mode(self.optimizer, "train")
-        if settings.enable_async_checkpointing:
-            self.apart = self.world.apart()
-            if not self.adapts:
-                reserve_snapshot(self.optimizer, settings.async_checkpoint_gib)
+        self.saving.prepare(self.optimizer)
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
         settings = self.settings
         state = resumed.recipe_state if resumed else {}
-        self.world.from_main(self._plan_checkpoints)
+        self.world.from_main(
+            lambda: self.saving.plan_disk(
+                self.model,
+                self.optimizer,
+                self.dtype,
+                done_steps=self.global_step,
+                total_steps=self.total_steps,
+                epochs_left=settings.epochs - self.epoch,
+            )
+        )
         self.profiler: Any = build_profiler(settings.profiler, self.total_steps - self.global_step)
         self.reporter = Reporter(
             self.cfg,
@@ -423,7 +334,7 @@ class FinetuneRecipe:
             resume_step=self.global_step if resumed or (self.restart and self.restart.has_reported) else None,
             tokens_seen=state.get("tokens_seen", 0),
             data=self.batches.facts,
-            last_checkpoint=lambda: self.saved or self.resumed_from,
+            last_checkpoint=lambda: self.saving.newest or self.resumed_from,
             world=self.world,
         )
         note_report(self.world)
@@ -447,41 +358,9 @@ class FinetuneRecipe:
         else:
             draw_apart(self.seed, self.world.rank)
 
-    def _plan_checkpoints(self) -> None:
-        """Say what disk the run will need; UserError where not even one checkpoint fits."""
-        settings = self.settings
-        only_trained = getattr(settings, "save_adapter_weights_only", False)
-        weights = sum(num_elements(p) for p in self.model.parameters() if p.requires_grad or not only_trained)
-        is_foreseeable = str(settings.optimizer["_component_"]).startswith(disk_space.FORESEEABLE)
-        states = (
-            disk_space.state_bytes(self.optimizer, lambda named: instantiate(settings.optimizer, named))
-            if is_foreseeable
-            else None
-        )
-        count = disk_space.num_saves(
-            every=settings.save_every_n_steps,
-            total_steps=self.total_steps,
-            done_steps=self.global_step,
-            epochs_left=settings.epochs - self.epoch,
-        )
-        keep = settings.keep_last_n
-        if settings.evaluation is not None and settings.evaluation.keep_best:
-            count += self.total_steps // settings.evaluation.every_n_steps  # at most: were each the best so far
-            keep = None if keep is None else keep + 1
-        present = [sum(read_manifest(path).sizes.values()) for path in whole_checkpoints(self.output_dir)]
-        for line in disk_space.plan(
-            self.output_dir,
-            weights=weights * self.dtype.itemsize,
-            states=states,
-            count=count,
-            keep=keep,
-            present=present,
-        ):
-            say(line)
-
     def check_weights(self) -> None:
         """UserError where a trained weight is NaN or infinite: before it would be saved over good ones."""
-        check_weights(self.model, self.global_step, self.saved or self.resumed_from, self.world)
+        check_weights(self.model, self.global_step, self.saving.newest or self.resumed_from, self.world)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps happens after this one; never for None."""
@@ -499,12 +378,11 @@ class FinetuneRecipe:
 
     def judge(self, loss: float) -> bool:
         """Hold an evaluation against the best; whether a checkpoint is due, because it is kept or the run stops."""
-        assert self.settings.evaluation is not None
         is_best = self.best.observe(self.global_step, loss)
-        self._keep_best()
+        self.saving.keep_best(self.best.step)
         if self.best.is_exhausted and self.global_step < self.total_steps:
             say(f"stopping at step {self.global_step}: {self.best}")
-        return self.best.is_exhausted or (is_best and self.settings.evaluation.keep_best)
+        return self.best.is_exhausted or (is_best and self.saving.keeps_best)
 
     def synchronize_optimizer(self) -> None:
         """Wait for updates that are still under way, before parameters are read outside of the model's forward."""
@@ -513,6 +391,7 @@ class FinetuneRecipe:
 
     def recipe_state(self) -> dict[str, Any]:
         """What a resume needs beside the model."""
+        random = random_state(self.device)
         return {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
@@ -524,16 +403,11 @@ class FinetuneRecipe:
             "processes": self.world.size,
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "random": random_state(self.device),
-            **self._random_of_ranks(),
+            "random": random,
+            **({} if self.world.size == 1 else {"random_of_ranks": self.world.gathered(random)}),
             "best_evaluation": self.best.state_dict(),
             "config": resolved_and_masked(self.cfg),
         }
-
-    def _random_of_ranks(self) -> dict[str, Any]:
-        if self.world.size == 1:
-            return {}
-        return {"random_of_ranks": self.world.gathered(random_state(self.device))}
 
     def save_checkpoint(self) -> Path | Beside:
         """Save the model and all that a resume needs, with :meth:`write_checkpoint`; returns what that returns."""
@@ -556,52 +430,21 @@ class FinetuneRecipe:
         Returns:
             The folder, or with ``enable_async_checkpointing`` what writes it.
         """
-        content: dict[str, Any] = {
-            "model": model,
-            "adapter": adapter,
-            "adapter_config": adapter_config,
-            "recipe_state": self.recipe_state(),
-        }
-        if not self.settings.enable_async_checkpointing:
-            return self.checkpoints.save(self.global_step, **content)
-        snapshot = None if self.adapts else snapshot_of(self.optimizer)
-        return self.checkpoints.save_beside(self.global_step, snapshot=snapshot, world=self.apart, **content)
+        return self.saving.write(
+            self.global_step,
+            self.optimizer,
+            model=model,
+            adapter=adapter,
+            adapter_config=adapter_config,
+            recipe_state=self.recipe_state(),
+        )
 
     def save(self) -> None:
         """Save a checkpoint of the steps done, or begin to when the one before is whole."""
-        self.finish_saving()
+        self.saving.finish()
         self.is_between_steps = False
-        saved = self.save_checkpoint()
-        if isinstance(saved, Path):
-            self.saved, self.saved_step = saved, self.global_step
-        else:
-            self.under_way = saved, self.global_step
+        self.saving.note(self.save_checkpoint(), self.global_step)
         self.is_between_steps = True
-
-    def look_at_saving(self) -> None:
-        """Take note of a checkpoint that has become whole beside training.
-
-        Raises:
-            UserError: it could not be written.
-        """
-        if self.under_way is not None and not any(self.world.greatest([not self.under_way[0].is_done])):
-            self.finish_saving()
-
-    def finish_saving(self) -> None:
-        """Wait until the checkpoint that is under way is whole, and tell how far it is.
-
-        Raises:
-            UserError: it could not be written.
-        """
-        if self.under_way is None:
-            return
-        (beside, step), self.under_way = self.under_way, None
-        seconds = TOLD_AFTER
-        while not beside.wait(seconds):
-            done, total = (disk_space.size(nbytes) for nbytes in beside.written)
-            say(f"waiting for {beside.final.name}: {done} of {total} are written")
-            seconds = TOLD_EVERY
-        self.saved, self.saved_step = beside.result(), step
 
     def start(self) -> None:
         """Training begins: set-up time does not count."""
@@ -652,17 +495,13 @@ class FinetuneRecipe:
         Returns:
             Whether the run stops.
         """
-        settings, reporter = self.settings, self.reporter
+        reporter = self.reporter
         assert reporter is not None
         self.is_between_steps = True
-        self.look_at_saving()
+        self.saving.look()
         is_last = self.global_step == self.total_steps
-        should_save = (
-            is_last
-            or interrupted
-            or self.is_due(settings.save_every_n_steps)
-            or (settings.save_every_n_steps is None and self.step_in_epoch == self.steps_per_epoch)
-        )
+        ends_epoch = self.step_in_epoch == self.steps_per_epoch
+        should_save = is_last or interrupted or self.saving.is_due(self.global_step, ends_epoch=ends_epoch)
         # On an accelerator nothing here waits for the step: its values are read when the next is queued.
         if self.is_logged or should_save:
             values: dict[str, Any] = {"grad_norm": grad_norm}
@@ -679,7 +518,7 @@ class FinetuneRecipe:
             with reporter.timer("checkpoint"):
                 self.save()
                 if is_last or interrupted or self.best.is_exhausted:
-                    self.finish_saving()
+                    self.saving.finish()
         if self.profiler is not None:
             with reporter.timer("profile"):  # a trace takes longer to write than a step to train
                 self.profiler.step()
@@ -702,40 +541,19 @@ class FinetuneRecipe:
         try:
             yield
         except NotFiniteError:
-            self._finish_before_stopping()
+            self.saving.finish_before_stopping()
             raise
         except Exception:
-            self._finish_before_stopping()
+            self.saving.finish_before_stopping()
             self._undo_step()
             if self.world.size > 1 and not self._fails_everywhere:
                 raise  # the others are in the middle of something
-            if self.is_between_steps and self.global_step > self.saved_step:
-                self._save_before_stopping()
+            if self.is_between_steps and self.global_step > self.saving.newest_step:
+                with self.saving.last(self.global_step):
+                    if self.reporter is not None:
+                        self.reporter.flush()  # a loss that is not finite must not be saved
+                    self.save()
             raise
-
-    def _finish_before_stopping(self) -> None:
-        """What is being written holds steps that are good, whatever failed since."""
-        if self.world.is_broken():
-            return  # it needs the others
-        try:
-            self.finish_saving()
-        except Exception as error:
-            say(f"a checkpoint could not be written: {error}", stream=sys.stderr)
-
-    def _save_before_stopping(self) -> None:
-        try:
-            if self.reporter is not None:
-                self.reporter.flush()  # a loss that is not finite must not be saved
-            self.save()
-            self.finish_saving()
-        except Exception as error:
-            say(f"step {self.global_step} could not be saved before stopping: {error}", stream=sys.stderr)
-            return
-        say(
-            f"saved {self.saved} before stopping; the same command with output_dir={self.output_dir} "
-            "resume_from_checkpoint=True goes on from there",
-            stream=sys.stderr,
-        )
 
     def cleanup(self, exit_code: int) -> None:
         """Close the logs, whatever happened."""
@@ -750,7 +568,7 @@ class FinetuneRecipe:
     def _close_reporter(self, reporter: Reporter, exit_code: int) -> None:
         is_compared = exit_code == 0 and self._is_compared(reporter)
         expect = self._expect if is_compared else None
-        reporter.close(exit_code, self.saved, best=self.checkpoints.best, expect=expect)
+        reporter.close(exit_code, self.saving.newest, best=self.saving.best, expect=expect)
 
     @property
     def sharding(self) -> Sharding:
@@ -776,8 +594,3 @@ class FinetuneRecipe:
             world=self.world,
             tokens_per_sequence=measured["tokens"] / (measured["steps"] * sequences),
         )
-
-
-def _in_one_line(text: str) -> str:
-    """A text whose line breaks, tabs, odd blanks and control characters can be seen."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,4 +1,7 @@
-"""Putting a checkpoint's state back: each field is checked before it is used, each failure names it in one line."""
+"""Which checkpoint a run goes on from, and putting its state back.
+
+Each field is checked before it is used, each failure names it in one line.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.checkpoints.manager import STATE_NAME
-from offload.checkpoints.manifest import DamagedCheckpoint
+from offload.checkpoints.manager import STATE_NAME, CheckpointManager, Loaded
+from offload.checkpoints.manifest import DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.shared_states import SavedStates
 from offload.device import set_random_state
 from offload.distributed.world import World
 from offload.errors import UserError
+from offload.metrics.lines import say
 from offload.optim import unpacked
 from offload.sharded_states import divided
+from offload.training.restart import Restart
 from offload.training.resume_changes import weights_key
 from offload.training.seed import draw_apart
+from offload.training.settings import AUTO, TrainSettings
 
 _COUNTS = ("epoch", "step_in_epoch", "global_step", "tokens_seen", "seed")
 _LEAVES = (Tensor, bool, int, float, complex, type(None))
+
+
+def choose_checkpoint(
+    checkpoints: CheckpointManager, settings: TrainSettings, restart: Restart | None
+) -> tuple[Path, Loaded] | None:
+    """The checkpoint that a run begins with, and what it holds; None to start from the beginning.
+
+    Args:
+        checkpoints: those in the run's folder.
+        settings: of the run.
+        restart: what the lives of a job before this one left.
+
+    Raises:
+        UserError: there is none such.
+        DamagedCheckpoint: the one that was asked for by name is damaged.
+    """
+    chosen = settings.resume_from_checkpoint
+    output_dir = checkpoints.output_dir
+    if restart is not None and restart.has_saved:
+        chosen = True
+    if chosen is False:
+        if restart is None:
+            _tell_of_an_earlier_run(output_dir, settings.keep_last_n)
+        return None
+    takes_newest = chosen is True or chosen == AUTO
+    found = checkpoints.load_newest() if takes_newest else checkpoints.load_chosen(str(chosen))
+    if found is None and chosen == AUTO and not whole_checkpoints(output_dir):
+        say(f"resume_from_checkpoint={AUTO}: no checkpoint in {output_dir} yet, starting from the beginning")
+        return None
+    if found is None:
+        damaged = whole_checkpoints(output_dir)
+        raise UserError(
+            f"resume_from_checkpoint: every checkpoint in {output_dir} is damaged; give the output_dir of "
+            "another run, or start anew with resume_from_checkpoint=False"
+            if damaged
+            else f"resume_from_checkpoint: there is no whole checkpoint in {output_dir}; give the output_dir "
+            f"of the run to go on with, or resume_from_checkpoint={AUTO}, which starts from the beginning where "
+            "there is none"
+        )
+    path, loaded = found
+    check_fields(loaded.recipe_state, path)
+    return path, loaded
+
+
+def _tell_of_an_earlier_run(output_dir: Path, keep: int | None) -> None:
+    """A run that begins in a folder with checkpoints may have been meant to go on from them."""
+    names = [path.name for path in whole_checkpoints(output_dir)]
+    if not names:
+        return
+    fate = "writes over those of its own steps" if keep is None else f"deletes them as it saves (keep_last_n={keep})"
+    say(
+        f"warning: {output_dir} has {', '.join(names[-3:])} of an earlier run; this one starts from the "
+        f"beginning and {fate}: to go on from them, resume_from_checkpoint={AUTO}; to keep them, another output_dir"
+    )
 
 
 def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_checkpoint_holds_one_step_and_resumes_bit_for_bit(
 def test_updates_wait_where_there_is_no_room(
     workspace: Workspace, tmp_path: Path, late: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reserve = "offload.training.finetune.reserve_snapshot"
+    reserve = "offload.training.saving.reserve_snapshot"
     monkeypatch.setattr(reserve, lambda optimizer, gib: optimizer.reserve_snapshot(1 << 13))
     at_once = workspace.run(tmp_path / "at_once", *OFTEN)
     beside = workspace.run(tmp_path / "beside", *OFTEN, BESIDE)
@@ -234,7 +234,7 @@ def test_an_older_checkpoint_goes_when_the_newer_is_whole(
 def test_the_end_waits_and_tells_how_far_it_is(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.training.finetune.TOLD_AFTER", 0.01)
+    monkeypatch.setattr("offload.training.saving.TOLD_AFTER", 0.01)
     pwrite = os.pwrite
 
     def slow(*arguments: Any) -> int:

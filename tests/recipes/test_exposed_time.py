@@ -22,6 +22,7 @@ from offload.plan.workload import GB, Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training.best_evaluation import BestEvaluation
 from offload.training.reporting import Reporter
+from offload.training.saving import Saving
 from tests.recipes.conftest import ROOT, load_module
 from tests.recipes.played import StreamOfItsOwn, play_reporting
 
@@ -75,14 +76,15 @@ def recipe_of(
     model = replaying._model(simulator, MACHINE, LOAD)
     model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
     recipe = getattr(module, RECIPES[name]).__new__(getattr(module, RECIPES[name]))
-    recipe.world, recipe.under_way = current(), None
+    recipe.world = current()
     recipe.settings = SimpleNamespace(
         gradient_accumulation_steps=1, epochs=1, evaluation=None, log_every_n_steps=1, save_every_n_steps=None,
         clip_grad_norm=None,
     )  # fmt: skip
+    recipe.saving = Saving(None, recipe.settings, recipe.world, adapts=False)
     recipe.device, recipe.activations = torch.device("cpu"), contextlib.nullcontext()
     recipe.held_out = recipe.profiler = recipe.lr_scheduler = None
-    recipe.epoch = recipe.step_in_epoch = recipe.global_step = recipe.saved_step = 0
+    recipe.epoch = recipe.step_in_epoch = recipe.global_step = 0
     recipe.best = BestEvaluation(None)
     recipe.total_steps = recipe.steps_per_epoch = STEPS
     recipe.batches, recipe.params = Batches(simulator), list(model.parameters())

@@ -133,7 +133,7 @@ def test_trains_the_adapter_and_leaves_metrics_and_a_checkpoint(
         f"step_20/{n}" for n in CHECKPOINT_FILES | model_files
     }
 
-    base = ended[0].checkpoints.format.load_base()
+    base = ended[0].source.format.load_base()
     frozen, trained = {}, {}
     for name, param in ended[0].model.named_parameters():
         (trained if param.requires_grad else frozen)[name] = param.detach()
@@ -273,7 +273,7 @@ def test_qlora_trains_on_a_4_bit_base_that_stays_as_it_is(
     assert len(now) == 2 * 7 and now.keys() == at_start[0].keys()
     for name in now:
         assert all(torch.equal(*pair) for pair in zip(now[name], at_start[0][name], strict=True)), name
-    base = recipe.checkpoints.format.load_base()
+    base = recipe.source.format.load_base()
     for name in now:
         assert torch.equal(now[name][0], to_nf4(base[name]).quantized_data), f"{name} is not the checkpoint's"
 

@@ -384,7 +384,7 @@ class Watch:
             os.write(2, f"error: {line}\n".encode())  # the main thread may hold the lock of sys.stderr
 
     def _parent_is_gone(self) -> bool:
-        return self._parent != 1 and os.getppid() != self._parent
+        return os.getppid() != self._parent
 
 
 class _Posture:

@@ -40,6 +40,16 @@ def test_gloo_is_told_the_interface_that_leads_to_the_others(group: str, monkeyp
     assert store.get("address/1") == (b"10.0.0.2" if group == "0" else b"10.0.0.1")
 
 
+def test_a_host_says_its_address_under_its_own_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "2")
+    store = dist.HashStore()
+    for local_rank in ("1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        network.choose(store)
+        assert store.check(["address/2"]) is (local_rank == "0") and not store.check(["address/1"])
+    assert store.get("address/2") == b"10.0.0.1"
+
+
 @pytest.mark.parametrize(
     "variables",
     [{network.VARIABLE: "mine"}, {"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "10.0.0.2", "name leads": "elsewhere"}],

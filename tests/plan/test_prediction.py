@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
+from torch import nn
 
+from offload.optim import AdamW
 from offload.plan import prediction
 from offload.plan.cards import CARDS, find_card
 from offload.plan.efficiency import ATTENTION, SHARES
@@ -84,14 +87,91 @@ def test_copies_both_ways_take_no_more_of_the_hosts_memory_than_it_has(early: bo
     assert estimate(LOAD, slow, settings) == pytest.approx(found.step_seconds, rel=0.15)
 
 
-def test_micro_batches_that_were_not_replayed_take_as_long_as_one_that_was() -> None:
+@pytest.mark.parametrize("down", [10 * GB, 0.2 * GB])
+def test_micro_batches_that_were_not_replayed_take_as_long_as_one_that_was(down: float) -> None:
+    """Bounded by compute, and by the link that each one's gradients go over."""
+    machine = dataclasses.replace(MACHINE, down=down)
     settings = Settings("stream", STATES, update_in_backward=True, offload_gradients=True, micro_batches=6)
-    found = predict(LOAD, MACHINE, settings)
+    found = predict(LOAD, machine, settings)
     optimizer = {"strategy": "stream", "update_in_backward": True, "offload_gradients": True}
-    whole = replay(MACHINE, dataclasses.replace(LOAD, micro_batches=6), optimizer_class="offload.optim.AdamW",
+    whole = replay(machine, dataclasses.replace(LOAD, micro_batches=6), optimizer_class="offload.optim.AdamW",
                    state_dtype="int8", master="split", steps=(2, 1), **optimizer)  # fmt: skip
     assert found.step_seconds == pytest.approx(whole.step, rel=0.02)
     assert found.tokens_per_second == pytest.approx(6 * 1024 / found.step_seconds)
+    assert found.compute_seconds == found.busy[COMPUTE] == pytest.approx(6 * (FORWARD + BACKWARD), rel=0.01)
+    assert found.busy[DOWN] == pytest.approx(whole.busy["down"], rel=0.05)
+
+
+def test_a_part_of_a_deep_model_stands_for_all_of_it() -> None:
+    """With little in flight a few layers are replayed, and with them their part of the edges and of the room."""
+    deep = dataclasses.replace(
+        LOAD, layers=32, edge=8 * ELEMENTS, head=4 * ELEMENTS, passes=Passes((0.1, 0.2), (0.8, 0.4))
+    )
+    assert prediction._shallow(deep, 0.25).layers == 8 and prediction._shallow(deep, 0.1).layers == 6
+    assert prediction._shallow(deep, 1.0) is deep
+    settings = Settings("stream", STATES, update_in_backward=True, in_flight_gib=0.25)
+    found = predict(deep, MACHINE, settings)
+    assert found.compute_seconds == pytest.approx(32 * 0.4 + 1.2, rel=0.01)
+    assert found.busy[UP] == pytest.approx((32 + 8 + 4) * ELEMENTS * STATES / (10 * GB), rel=0.05)
+    room = int(deep.parameters * STATES / 2)
+    kept = predict(deep, MACHINE, dataclasses.replace(settings, strategy="auto", room=room))
+    assert kept.placed["resident"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_what_bounds_a_step_is_what_works_longest_beside_compute_that_waits() -> None:
+    busy = {COMPUTE: 0.9, UP: 0.5, DOWN: 0.6}
+    assert prediction.prediction_of(1.0, 10, 0.9, busy).bottleneck == DOWN
+    assert prediction.prediction_of(1.0, 10, 0.98, busy).bottleneck == COMPUTE
+    assert prediction.prediction_of(1.0, 10, 0.9, {COMPUTE: 0.9}).bottleneck == COMPUTE
+    assert prediction.prediction_of(1.0, 10, 1.1, busy).exposed_seconds == 0
+
+
+def test_a_micro_batch_is_computed_or_launched() -> None:
+    launched = dataclasses.replace(LOAD, launches=(30_000, 50_000))  # 0.15 s and 0.25 s; its passes 0.1 s and 0.2 s
+    for load, layer in ((LOAD, 0.1 + 0.3), (launched, 2 * 0.15 + 0.25)):
+        assert prediction.compute_seconds(load, MACHINE) == pytest.approx(LAYERS * layer + 0.05)
+    plain = dataclasses.replace(launched, recompute=False)
+    assert prediction.compute_seconds(plain, MACHINE) == pytest.approx(LAYERS * 0.4 + 0.05)
+
+
+def test_the_last_layers_states_are_the_share_that_streams() -> None:
+    pattern = prediction._offloaded(8, 0.25)
+    assert [layer for layer in range(8) if re.fullmatch(pattern, f"exp_avg/{layer}.0.weight")] == [6, 7]
+    assert re.fullmatch(pattern, "exp_avg/head.weight") and not re.fullmatch(pattern, "exp_avg/embedding.weight")
+    assert prediction._offloaded(8, 0.0) == "none"
+    half = predict(LOAD, MACHINE, Settings("stream", STATES, update_in_backward=True, offloaded=0.5))
+    assert half.busy[UP] == pytest.approx(STREAM / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "played"),
+    [
+        (2.03, torch.bfloat16, ("int8", "none")),
+        (3.0, torch.bfloat16, ("int8", "split24")),
+        (4.0, torch.bfloat16, ("int8", "split")),
+        (6.5, torch.bfloat16, ("bf16", "split")),
+        (8.0, torch.bfloat16, ("fp32", "none")),
+        (12.0, torch.bfloat16, ("fp32", "split")),
+        (2.0, torch.float32, ("int8", "none")),
+        (4.03, torch.float32, ("bf16", "none")),
+        (8.0, torch.float32, ("fp32", "none")),
+    ],
+)
+def test_any_optimizer_is_played_by_the_packed_one_of_its_size(
+    nbytes: float, dtype: torch.dtype, played: tuple[str, str]
+) -> None:
+    """And that has states of so many bytes."""
+    found = prediction._class_with(nbytes, dtype)
+    assert (found["state_dtype"], found["master"]) == played
+    param = nn.Parameter(torch.zeros(2**14, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW([param], state_dtype=found["state_dtype"], master=found["master"])
+    optimizer.step()
+    states = [each for each in optimizer.state[param].values() if isinstance(each, torch.Tensor) and each.dim()]
+    taken = sum(each.nbytes for each in states) / param.numel()
+    assert min((2.03, 3.03, 4.03, 4.0, 6.0, 8.0, 10.0), key=lambda size: abs(size - taken)) == pytest.approx(
+        taken, 0.01
+    )
 
 
 @pytest.mark.parametrize("early", [True, False])

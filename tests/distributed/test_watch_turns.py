@@ -116,7 +116,8 @@ def test_a_process_whose_torchrun_is_gone_is_asked_to_leave_once(monkeypatch: py
     monkeypatch.setattr(os, "kill", lambda pid, number: asked.append(number))
     one._turn()
     assert asked == []
-    monkeypatch.setattr(os, "getppid", lambda: one._parent + (not asked))
+    adopted_by = one._parent + 1
+    monkeypatch.setattr(os, "getppid", lambda: adopted_by)
     one._turn()
     one._turn()
     assert asked == [signal.SIGTERM]

@@ -123,6 +123,52 @@ def test_replicas_sum_their_parts_and_train_on_more_tokens() -> None:
     assert divided.tokens_per_second * divided.step_seconds == pytest.approx(2 * 1024)
 
 
+def test_all_cards_of_a_host_share_its_memory_whether_they_divide_a_model_or_repeat_it() -> None:
+    exchange = dataclasses.replace(EXCHANGE, ranks=2, replicas=2)
+    found = predict_ranks(LOAD, system(host=GB), exchange, Settings("host", 4.0))
+    assert found.busy[CPU_UPDATE] == pytest.approx(LAYERS * ELEMENTS / 2 * (2 * 4.0 + 4 * 2) / (GB / 4))
+
+
+def test_a_layer_computes_or_is_launched() -> None:
+    machine = dataclasses.replace(system().machine, launch=5e-6)
+    load = dataclasses.replace(LOAD, launches=(40_000, 30_000), recompute=True)
+    found = predict_ranks(load, System("", machine, FAST, False), EXCHANGE, Settings("resident", 4.0))
+    assert found.compute_seconds == pytest.approx(LAYERS * (0.2 + 0.35))
+
+
+def test_collectives_through_the_host_take_of_each_direction_what_it_has() -> None:
+    machine = Machine("", FAST, up=4 * GB, down=2 * GB, device=FAST, host=FAST)
+    found = predict_ranks(LOAD, System("", machine, GB, True), EXCHANGE, Settings("resident", 4.0))
+    assert found.busy[UP] == pytest.approx(found.busy[COLLECTIVES] / 4)
+    assert found.busy[DOWN] == pytest.approx(found.busy[COLLECTIVES] / 2)
+
+
+def test_gradients_that_left_are_there_when_the_cpu_updates() -> None:
+    settings = Settings("host", 4.0, offload_gradients=True, micro_batches=2)
+    found = predict_ranks(LOAD, system(link=GB, host=GB), EXCHANGE, settings)
+    part = LAYERS * ELEMENTS / 4 / GB
+    assert found.busy[DOWN] == pytest.approx(2 * 2 * part) and found.busy[UP] == pytest.approx(2 * part)
+    assert found.busy[HOST] == pytest.approx(4 * (2 * 2 + (2 * 4.0 + 4 * 2) + 2) * part)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [(Settings("stream", 4.0, offloaded=0.25), 0.25), (Settings("auto", 4.0, room=1 << 40), 0.0)],
+)
+def test_states_that_stay_cross_no_link(settings: Settings, share: float) -> None:
+    busy = predict_ranks(LOAD, system(link=GB, host=GB), EXCHANGE, settings).busy
+    states = share * 4.0 * LAYERS * ELEMENTS / 4 / GB
+    assert busy[UP] == busy[DOWN] == pytest.approx(states)
+    assert busy[HOST] == pytest.approx(4 * 2 * states)
+
+
+def test_gradients_that_there_are_not_are_not_reduced_at_the_end() -> None:
+    adapter = dataclasses.replace(EXCHANGE, trained=ELEMENTS // 2)
+    later = dataclasses.replace(adapter, first=2 * ELEMENTS)
+    steps = [predict_ranks(LOAD, system(bus=GB), each, Settings("resident", 4.0)) for each in (adapter, later)]
+    assert steps[1].step_seconds - steps[0].step_seconds == pytest.approx(2 * ELEMENTS * 3 / 4 / GB)
+
+
 def test_cards_of_servers_have_links_of_their_own() -> None:
     h100 = find_card("H100")
     served = system_of(machine_of_card(h100, cards=8), h100)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: a configuration key, a path, a name, a setting of the machine.
@@ -32,3 +35,19 @@ def one_line(error: BaseException) -> str:
 
 class NotFiniteError(UserError):
     """A loss, gradient or weight that is no number any more: the state of the run is not worth saving."""
+
+
+def is_short_of_host_memory(error: BaseException) -> bool:
+    """Whether it says that the host's memory ran out, in the words of Python, the kernel, PyTorch or safetensors."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return re.search(r"can't allocate memory|Cannot allocate memory", str(error)) is not None
+
+
+def raise_shortage(error: BaseException) -> None:
+    """Raise MemoryError where an error is want of host memory, or came of it: no file or setting is wrong then."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if is_short_of_host_memory(seen):
+            raise MemoryError(first_line(seen)) from error
+        seen = seen.__cause__

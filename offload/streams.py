@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ class Unbreakable:
             self._is_gone = True
             if sys.stderr is not self:
                 print(f"{self._name} has no reader any more: the run goes on and saves as usual", file=sys.stderr)
+
+
+def write_anything() -> None:
+    """Lets standard output escape what its encoding lacks, as standard error does: a folder's name may be no text."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def open_missing() -> None:

@@ -36,7 +36,7 @@ from offload.checkpoints.sums import checksum
 from offload.distributed.world import World, current
 from offload.engine.copy_on_write import Snapshot, Source, Unchanging
 from offload.engine.shards import is_distributed, local
-from offload.errors import UserError, first_line
+from offload.errors import UserError, first_line, raise_shortage
 from offload.models.protocol import ModelFormat
 from offload.models.safetensors_header import read_safetensors_header
 from offload.models.shares import Plan, begin_files, empty_like, write_share
@@ -216,6 +216,7 @@ class CheckpointManager:
             except (UserError, MemoryError):
                 raise
             except Exception as error:  # it reads config.json
+                raise_shortage(error)
                 raise DamagedCheckpoint(
                     f"{path} is damaged ({first_line(error)}): resume from another checkpoint"
                 ) from error
@@ -512,6 +513,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor] | None, dict[str, Any]]
     except MemoryError:
         raise
     except Exception as error:  # PyTorch's unpickler raises whatever a damaged file leads it into
+        raise_shortage(error)
         raise DamagedCheckpoint(f"{path} is damaged ({first_line(error)}): resume from another checkpoint") from error
     return adapter, state
 

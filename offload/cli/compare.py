@@ -65,7 +65,8 @@ def _write(runs: Any, lines: Any, accounts: Any, out: Path, title: str | None) -
 
     page = _with_suffix(out, ".html")
     names = ", ".join(dict.fromkeys(run.folder.resolve().name for run in runs))
-    page.write_text(render_page(runs, lines, title or names, accounts), encoding="utf-8")
+    # A folder's name may be no text in UTF-8.
+    page.write_text(render_page(runs, lines, title or names, accounts), encoding="utf-8", errors="replace")
     told = [f"page     {from_here(page)}"]
     try:
         import matplotlib

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,7 @@ def _disk() -> Section:
 
     places = {
         "here": Path.cwd(),
-        "models": Path("~/models").expanduser(),
+        "models": Path(os.path.expanduser("~/models")),
         "temporary": Path(tempfile.gettempdir()),
     }
     section: Section = {}

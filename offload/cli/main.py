@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _startup.disarm()
     streams.open_missing()
+    streams.write_anything()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)
@@ -257,7 +258,8 @@ def _cp(args: argparse.Namespace) -> int:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not destination.parent.exists():
             raise UserError(f"{destination.parent} does not exist: make it, or add --make-parents") from None
-        raise UserError(f"cannot write {destination}: {error.strerror}") from None
+        way = "read" if error.filename == str(source) else "write"
+        raise UserError(f"cannot {way} {source if way == 'read' else destination}: {error.strerror}") from None
     print(f"Copied to {destination}")
     return 0
 

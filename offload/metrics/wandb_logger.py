@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib
+import logging
 import netrc
 import os
 import re
 import secrets
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -170,6 +172,8 @@ class WandBLogger:
         # wandb reports its own usage and errors over the network, also offline, and its exit hook waits for
         # that.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Its own log is beside the run: on a full disk each line of it would be a traceback.
+        logging.raiseExceptions = False
         try:
             self._wandb = importlib.import_module("wandb")
             if self._wandb.__file__ is None:  # only the folder of that name in the current folder, with its runs
@@ -177,6 +181,7 @@ class WandBLogger:
         except ImportError as error:
             say(f"wandb: off ({error}; to use it: pip install wandb). The metrics are in metrics.jsonl.")
             return
+        _find_cache()
         quiet = self._wandb.Settings(silent=True, quiet=True, console="off")
         base_url = str(self._wandb.setup(quiet).settings.base_url)
         if mode in ("auto", "online"):
@@ -293,6 +298,17 @@ class WandBLogger:
         return resume
 
 
+def _find_cache() -> None:
+    """Lets wandb's service log below the temporary folder where there is no cache folder to write: else it logs on the
+    terminal.
+    """
+    home = os.environ.get("HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
+    there = cache and next((each for each in (Path(cache), *Path(cache).parents) if each.exists()), None)
+    if "WANDB_CACHE_DIR" not in os.environ and not (there and there.is_dir() and os.access(there, os.W_OK)):
+        os.environ["WANDB_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"wandb-{os.getuid()}")
+
+
 def has_key(wandb: Any, base_url: str | None = None) -> bool:
     """Whether wandb, the module, can log in without asking.
 
@@ -302,6 +318,7 @@ def has_key(wandb: Any, base_url: str | None = None) -> bool:
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    _find_cache()
     settings = wandb.setup().settings
     return bool(settings.api_key) or _netrc_has_key(urllib.parse.urlsplit(base_url or settings.base_url).netloc)
 

@@ -37,9 +37,12 @@ class Profile:
 
 
 def profile_path() -> Path:
-    """``~/.cache/tune-offload/machine.json``, or below ``XDG_CACHE_HOME``."""
+    """``~/.cache/tune-offload/machine.json``, or below ``XDG_CACHE_HOME``; OSError where there is neither."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "tune-offload" / "machine.json"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "tune-offload" / "machine.json"
+    except RuntimeError as error:  # no HOME, and a user without an entry, as in a container
+        raise FileNotFoundError("there is no home folder: set XDG_CACHE_HOME") from error
 
 
 def write_profile(profile: Profile) -> Path:

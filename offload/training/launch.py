@@ -318,6 +318,8 @@ def _mendable(error: BaseException) -> str | None:
         return str(told)
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return f"{error}: raise the limit of processes and threads (ulimit -u, or the container's pids limit)"
+    if isinstance(error, PermissionError) and error.filename:
+        return f"no access to {error.filename}: {error.strerror}; get the right to it (`ls -ld`), or give another path"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         where = f" {error.filename}" if error.filename else ""
         return f"cannot write{where}: {error.strerror}; free space or choose another output_dir"

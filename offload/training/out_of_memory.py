@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.units import clean_name
-from offload.errors import first_line
+from offload.errors import first_line, is_short_of_host_memory
 from offload.host_memory import kernel_killed
 
 PHASES = {
@@ -60,9 +60,7 @@ def shortage(error: BaseException, recipe: object) -> Shortage | None:
         recipe: with ``global_step`` and ``model`` as far as they are there.
     """
     text = str(error)
-    is_ours = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and re.search(r"can't allocate memory|Cannot allocate memory", text)
-    )
+    is_ours = isinstance(error, (MemoryError, RuntimeError)) and is_short_of_host_memory(error)
     if isinstance(error, torch.OutOfMemoryError):
         return Shortage(True, _where(error, recipe), first_line(error))
     if not is_ours:

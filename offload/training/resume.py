@@ -18,7 +18,7 @@ from offload.checkpoints.manifest import DamagedCheckpoint, whole_checkpoints
 from offload.checkpoints.shared_states import SavedStates
 from offload.device import set_random_state
 from offload.distributed.world import World
-from offload.errors import UserError
+from offload.errors import UserError, raise_shortage
 from offload.metrics.lines import say
 from offload.optim import unpacked
 from offload.sharded_states import divided
@@ -142,6 +142,7 @@ def _putting_back(what: str, state: Mapping[str, Any], checkpoint: Path) -> Iter
     except (UserError, MemoryError):
         raise
     except Exception as error:  # any class's load_state_dict fails in its own way
+        raise_shortage(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
             f"resume_from_checkpoint: {what} of {checkpoint / STATE_NAME} cannot be used ({reason}): set {what} as it "

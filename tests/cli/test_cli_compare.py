@@ -41,6 +41,13 @@ def test_out_names_both_files(runs, tmp_path: Path, capsys) -> None:
     assert (tmp_path / "deep" / "x.png").exists() and not (tmp_path / "deep" / "x.html.html").exists()
 
 
+def test_a_folder_whose_name_is_no_text_is_in_the_page(runs, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "a").rename(tmp_path / "caf\udce9")
+    assert main(["compare", "caf\udce9", "--out", "page"]) == 0
+    assert "caf?" in (tmp_path / "page.html").read_text() and "(caf\\udce9)" in capsys.readouterr().out
+
+
 def test_without_matplotlib_the_page_is_written_all_the_same(runs, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["compare", *runs]) == 0

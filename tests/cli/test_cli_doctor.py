@@ -62,6 +62,21 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(monkeypatch, capsys: pyt
     assert "warning: what was measured cannot be kept" in captured.err and "host memory" in captured.out
 
 
+def test_without_a_home_folder_nothing_is_kept(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A container's user without an entry."""
+
+    def missing(key: object) -> None:
+        raise KeyError(key)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", missing)
+    main(["doctor", "--device", "cpu"])
+    captured = capsys.readouterr()
+    assert "warning: what was measured cannot be kept: there is no home folder: set XDG_CACHE_HOME" in captured.err
+    assert "host memory" in captured.out and this_machine.profile_here(torch.device("cpu")) is None
+
+
 def test_a_card_that_torch_cannot_use_is_a_problem(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(this_machine, "cards", lambda: [CARD])
     assert main(["doctor", "--quick", "--device", "cpu"]) == 1

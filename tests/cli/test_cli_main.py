@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from offload.cli import handover, registry
+from offload.cli import main as command
 from offload.cli.main import main
 from offload.cli.validate import load_recipe
 
@@ -329,6 +330,16 @@ def test_cp_makes_parents_only_when_asked(shipped, capsys):
     assert not Path("a").exists()
     assert main(["cp", "generate", "a/b/mine.py", "--make-parents"]) == 0
     assert Path("a/b/mine.py").read_text() == RECIPE
+
+
+def test_a_source_that_must_not_be_read_is_named(shipped, capsys, monkeypatch):
+    def refuse(path, mode):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(command, "open", refuse, raising=False)
+    assert main(["cp", "small_offload", "mine.yaml"]) == 2
+    source = shipped / "configs/small_offload.yaml"
+    assert capsys.readouterr().err == f"error: cannot read {source}: Permission denied\n"
 
 
 def test_a_copied_config_can_be_copied_onto_itself_only_with_an_error(shipped, capsys):

@@ -428,3 +428,26 @@ def test_the_environment_is_json_and_names_the_versions() -> None:
     assert {"python", "system", "torch", "torchtune", "torchao", "device"} <= set(facts)
     assert facts["device"].startswith("cpu")
     assert facts["cores"] >= 1 and facts["host_memory_gib"] > 0 and facts["processor"]
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_without_a_cache_folder_nothing_is_logged_on_the_terminal(home: str | None, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("HOME", "WANDB_CACHE_DIR")}
+    env.update({"TMPDIR": str(tmp_path)} if home is None else {"TMPDIR": str(tmp_path), "HOME": home})
+    code = "from offload.metrics.wandb_logger import has_key; import wandb; print(has_key(wandb)); wandb.teardown()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_full_disk_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """wandb's own log is beside the run."""
+
+    def full(self: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    logger = WandBLogger(mode="offline")
+    monkeypatch.setattr("logging.FileHandler.flush", full, raising=False)
+    logger.log_config({"output_dir": str(tmp_path / "run")})
+    monkeypatch.undo()
+    logger.close()
+    assert "Traceback" not in capfd.readouterr().err

@@ -19,6 +19,7 @@ from torch import nn
 from offload.cli import registry
 from offload.cli.validate import load_recipe
 from offload.distributed.world import World
+from offload.errors import first_line, raise_shortage
 from offload.metrics.this_machine import machine_of
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
@@ -176,6 +177,18 @@ def test_it_says_what_the_run_was_doing(method: str, told: str) -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         getattr(run, method)()
     assert str(shortage(caught.value, run)) == told
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("x"), OSError(12, "?"), RuntimeError("Cannot allocate memory (os error 12)")]
+)
+def test_what_came_of_want_of_memory_is_no_fault_of_a_file(error: Exception) -> None:
+    """As torchtune says that a file is bad."""
+    wrapped = ValueError("Unable to load checkpoint from model.safetensors")
+    wrapped.__cause__ = error
+    with pytest.raises(MemoryError, match=re.escape(first_line(error))):
+        raise_shortage(wrapped)
+    raise_shortage(ValueError("no such key"))
 
 
 @pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shapes"), KeyError("x")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.training.launch import run_recipe
+from offload.training.launch import _mendable, run_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,3 +98,10 @@ def test_a_python_without_docstrings_runs_recipes() -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"})
     assert (done.returncode, done.stderr) == (2, "error: seed: expected at least 0, got -1\n")
+
+
+def test_a_folder_that_must_not_be_read_is_not_said_to_be_written() -> None:
+    line = _mendable(PermissionError(errno.EACCES, "Permission denied", "/models/theirs"))
+    assert line is not None and line.startswith("no access to /models/theirs: Permission denied; ")
+    line = _mendable(OSError(errno.ENOSPC, "No space left on device", "/runs/a"))
+    assert line == "cannot write /runs/a: No space left on device; free space or choose another output_dir"

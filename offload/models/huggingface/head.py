@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.errors import UserError, first_line
+from offload.errors import UserError, first_line, raise_shortage
 
 Change = Callable[[Tensor], Tensor]
 
@@ -81,6 +81,7 @@ class Head:
         except (UserError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # hundreds of classes raise what they like
+            raise_shortage(error)
             raise UserError(
                 f"model.path: {type(self._model).__name__} cannot be called with tokens alone: "
                 f"{type(error).__name__}: {first_line(error)[:300]}"

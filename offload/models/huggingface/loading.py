@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import UserError, first_line
+from offload.errors import UserError, first_line, raise_shortage
 from offload.models.huggingface import quantized
 from offload.models.huggingface.attention import check_attention, not_usable
 from offload.models.huggingface.folder import check_is_models
@@ -85,6 +85,7 @@ def from_pretrained(
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # building a model of odd values raises what it likes
+        raise_shortage(error)
         if load_in_4bit and isinstance(error, RuntimeError) and "bitsandbytes" in str(error).lower():
             raise UserError(
                 f"model.load_in_4bit=True: bitsandbytes does not work on {device} here ({first_line(error)}): leave it "

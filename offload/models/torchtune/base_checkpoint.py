@@ -437,6 +437,8 @@ def check_safetensors(path: Path) -> dict[str, Any]:
     """The header of a file; raises a :class:`UserError` if it is truncated or no safetensors file."""
     try:
         return read_safetensors_header(path)
+    except PermissionError as error:
+        raise UserError(f"checkpointer.checkpoint_dir: {path} cannot be read: {error.strerror}") from error
     except (OSError, ValueError) as error:
         raise UserError(
             f"checkpointer.checkpoint_dir: {path} is damaged: {error}: {_download_hint(path.parent)}"

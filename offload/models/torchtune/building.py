@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload.config.loading import instantiate
 from offload.engine.units import clean_name
-from offload.errors import UserError, first_line
+from offload.errors import UserError, first_line, raise_shortage
 from offload.models.shares import materialize, read_share
 from offload.models.torchtune.architecture import cap_logits, check_architecture, fill_from_base
 from offload.models.torchtune.base_checkpoint import BaseCheckpoint
@@ -172,6 +172,7 @@ def fill_share(
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        raise_shortage(error)
         raise UserError(
             f"cannot read the weights in {source} as checkpointer.model_type={base.model_type}: {first_line(error)} "
             "(check model_type and config.json, or download the files again)"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import torchao_shim
-from offload.errors import UserError, first_line
+from offload.errors import UserError, first_line, raise_shortage
 from offload.models.companions import copy_companions
 from offload.models.safetensors_header import read_safetensors_header
 from offload.models.safetensors_layout import lay_out
@@ -90,6 +90,7 @@ class TorchtuneFormat:
             raise
         except Exception as error:  # torchtune raises Exception itself for a key that it does not know
             # What torchtune says of a file that it cannot read is only that; the cause says more.
+            raise_shortage(error)
             cause = error.__cause__ if isinstance(error, ValueError) else None
             reason = first_line(cause or error)
             raise UserError(

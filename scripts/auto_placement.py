@@ -25,8 +25,8 @@ from offload.auto import SPARE
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
 from offload.plan.efficiency import LINK
-from offload.plan.machines import LANES, PACKED_BYTES, machine_of_card
-from offload.plan.prediction import Prediction, Settings, predict
+from offload.plan.machines import LANES, machine_of_card
+from offload.plan.prediction import Prediction, Settings, cpu_bytes, predict
 from offload.plan.replay import Result, replay, speeds_of
 from offload.plan.workload import GB, LLAMA2_7B, Machine, Workload, llama_activations
 
@@ -39,8 +39,8 @@ GIB = 2**30
 SINGLE = ("resident", "stream", "host")
 
 OPTIMIZER: dict[str, Any] = {"optimizer_class": "offload.optim.AdamW", "state_dtype": "int8", "master": "split"}
-CPU_BYTES = PACKED_BYTES["packed int8 split"]
 STATE_BYTES = 4.03
+CPU_BYTES = cpu_bytes(2, Settings("auto", STATE_BYTES))
 
 STEPS, AUTO_STEPS = (3, 2), (14, 2)
 """Before those that count, and those."""

@@ -20,8 +20,8 @@ DESKTOP, SERVER = 51.2 * GB, 307.2 * GB
 WORKSTATION, TWO_SOCKETS = 204.8 * GB, 614.4 * GB
 """The same of a host of several cards: eight channels of DDR4-3200, twice eight of DDR5-4800."""
 
-PACKED_BYTES = {"packed int8 split": 16.06, "packed int8 split24": 14.06, "packed bf16 split": 20.0,
-                "packed fp32 split": 28.0}  # fmt: skip
+PACKED_BYTES = {"packed int8 split": 14.06, "packed int8 split24": 12.06, "packed bf16 split": 18.0,
+                "packed fp32 split": 26.0}  # fmt: skip
 """Host memory that the update of a bf16 parameter reads and writes, in bytes: gradient once, the rest twice."""
 
 

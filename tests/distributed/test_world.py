@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from offload.distributed import watch
 from offload.distributed.sharding import check_shape
-from offload.distributed.world import PeerError, World, current, status_of
+from offload.distributed.world import PeerError, World, current, is_shared, status_of
 from offload.errors import UserError
 from tests.distributed.ranks import Ranks
 
@@ -38,6 +39,20 @@ def _together(failing: int, error: Exception) -> None:
             raise error
 
 
+def _all_have(function: Any) -> bool:
+    """Whether the error is marked as one that all have."""
+    try:
+        function()
+    except Exception as error:
+        return is_shared(error)
+    raise AssertionError
+
+
+def _all_fail() -> None:
+    with current().together():
+        raise KeyError("everywhere")
+
+
 def _talk() -> dict[str, Any]:
     world = current()
     rank = world.rank
@@ -54,6 +69,12 @@ def _talk() -> dict[str, Any]:
         "defect of 2": _outcome(lambda: _together(2, KeyError("z"))),
         "nobody's": _outcome(lambda: _together(9, KeyError("z"))),
         "first": world.is_first("word"),
+        "by one": [world.gathered_by(1, rank), world.gathered_by(0, -rank)],
+        "all have": [
+            _all_have(lambda: world.from_main(lambda: _raise(UserError("x: wrong")))),
+            _all_have(_all_fail),
+            _all_have(lambda: _together(1, UserError("y: wrong"))),
+        ],
     }
 
 
@@ -72,6 +93,8 @@ def test_what_three_processes_tell_each_other(ranks: Ranks) -> None:
         assert mine["mistake of 1"] == (own if rank == 1 else ("PeerError", "another process failed", 2))
         assert mine["defect of 2"] == (defect if rank == 2 else ("PeerError", "another process failed", 1))
         assert mine["nobody's"] is None
+        assert mine["by one"] == [[0, 1, 2] if rank == 1 else [], [0, -1, -2] if rank == 0 else []]
+        assert mine["all have"] == [True, True, False]
     assert sorted(mine["first"] for mine in said) == [False, False, True]
 
 
@@ -84,6 +107,39 @@ def test_one_process_tells_itself_and_waits_for_nobody() -> None:
         raise KeyError
     with world.together():
         world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("all_reduce", lambda world: world.total([1.0])),
+        ("all_gather_object", lambda world: world.gathered(1)),
+        ("broadcast_object_list", lambda world: world.from_main(lambda: 1)),
+        ("gather_object", lambda world: world.gathered_by(0, 1)),
+    ],
+)
+def test_processes_talk_by_the_group_of_their_world(name: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread beside training would meet the collectives of training otherwise."""
+    used: list[Any] = []
+    monkeypatch.setattr(torch.distributed, name, lambda *args, **options: used.append([*args, *options.values()]))
+    call(World(0, 2, group="a group of its own"))
+    assert "a group of its own" in used[0]
+
+
+def test_the_watch_knows_who_is_waited_for_before_pytorch_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    class Watched:
+        limit = given.append
+
+    monkeypatch.setattr(watch, "active", Watched)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", given.append)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *, backend, timeout: given.append(timeout))
+    World().limit_waiting(90.0)
+    World(0, 2).apart()
+    assert given[0] == 90.0 and all(
+        each.total_seconds() > least for each, least in zip(given[1:], (90, 1800), strict=True)
+    )
 
 
 def test_status_of_errors() -> None:
@@ -104,6 +160,8 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert World().device(torch.device("cuda", 1)) == torch.device("cuda", 1) and taken == [1]
     with pytest.raises(UserError, match="use --nproc_per_node 2, or device=cpu"):
         World(3, 4, 3, 4).device(cuda)
+    with pytest.raises(UserError, match="use --nproc_per_node 2"):
+        World(2, 3, 2, 3).device(cuda)
     with pytest.raises(UserError, match="device: got cuda:1, and each of 4 processes takes a device of its own"):
         World(1, 4, 1, 4).device(torch.device("cuda", 1))
 

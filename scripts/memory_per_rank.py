@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pages import DISTRIBUTED, write_table
 
-from offload.cli.plan import _Run
+from offload.cli.planned_run import PlannedRun
 from offload.cli.registry import find_config, find_recipe, recipe_of_config
 from offload.distributed.world import World
 from offload.plan.budget import DISK
@@ -42,7 +42,7 @@ def run() -> list[dict[str, Any]]:
         planned = None
         for ranks in RANKS:
             world = World(0, ranks, 0, min(ranks, PER_HOST))
-            made = _Run(recipe, config.path, [], world)
+            made = PlannedRun(recipe, config.path, [], world)
             if planned is not None:
                 made.planner = planned
             made._device = torch.device("cuda")

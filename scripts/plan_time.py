@@ -55,11 +55,11 @@ def rates(clock: Any) -> dict[str, Any]:
 def predicted(name: str, words: list[str], measured: dict[str, Any]) -> float:
     """Seconds of a step, as `tune plan` predicts it."""
     from offload.cli import registry
-    from offload.cli.plan import _Run
+    from offload.cli.planned_run import PlannedRun
     from offload.device import DTYPES
     from offload.distributed.world import World
 
-    run = _Run(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words, World())
+    run = PlannedRun(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words, World())
     run.device(elsewhere=False)
     plan = run.plan(())
     return run.predictor.predict_on_cpu(run.settings, plan, measured, DTYPES[run.settings.dtype]).step_seconds

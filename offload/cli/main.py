@@ -432,7 +432,8 @@ def _plan(run: RunArguments) -> int:
     from offload.training.launch import as_override
 
     local, hosts = torchrun.processes(run.torchrun)
-    here = argparse.Namespace(gpu=None, vram=None, ram=None, ram_bandwidth=None, nproc_per_node=local, nnodes=hosts)
+    here = argparse.Namespace(gpu=None, vram=None, ram=None, ram_bandwidth=None, nproc_per_node=local, nnodes=hosts,
+                              network=None, write=None)  # fmt: skip
     return plan.plan(run.config, [as_override(word) for word in run.rest], here, recipe=run.recipe)
 
 

@@ -6,8 +6,10 @@ reduced, all beside the computation but for what the first layer needs and the l
 its busiest resource: the compute stream, which also copies what is gathered out of one buffer and what is reduced into
 another, the collectives, each direction of the link, and a rank's share of the host's memory. The optimizer of a rank's
 own part adds its copies and updates to the last backward and the next step's first forward, or to that forward alone
-where it waits for all gradients. :mod:`offload.plan.distributed` replays FSDP2 and the engine themselves;
-tests/plan/test_ranks.py holds this to its recorded steps.
+where it waits for all gradients. Between hosts a collective is one ring through all of its ranks, hosts one after the
+other, as NCCL's all-gathers and reduce-scatters are; what its trees save an all-reduce of two hosts is left out.
+:mod:`offload.plan.distributed` replays FSDP2 and the engine themselves; tests/plan/test_ranks.py holds this to its
+recorded steps.
 """
 
 from __future__ import annotations
@@ -55,20 +57,20 @@ class Exchange:
 
     @property
     def cards(self) -> int:
-        """Of the host."""
+        """Of all hosts."""
         return self.ranks * self.replicas
 
 
 def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: Settings) -> Prediction:
-    """The steady state of the ranks of one host; tokens per second are those of all.
+    """The steady state of the ranks; tokens per second are those of all.
 
     Args:
         load: a micro-batch of one rank; ``passes`` of the system's machine.
-        system: the cards and their host.
+        system: the cards and their hosts, each with an equal part of the ranks.
         exchange: between the ranks.
         settings: when the optimizer works; ``room`` of one rank's card.
     """
-    machine = system.rank(exchange.cards)
+    machine = system.rank(_local(system, exchange))
     forward, backward = _compute(load, machine)
     reshards = exchange.resharding is not False
     again = exchange.layers if reshards else 0
@@ -117,23 +119,32 @@ def _compute(load: Workload, machine: Machine) -> tuple[float, float]:
     )
 
 
+def _local(system: System, exchange: Exchange) -> int:
+    """Cards of each host."""
+    return exchange.cards // system.hosts
+
+
 def _collective(system: System, exchange: Exchange, nbytes: float, *, of: bool | int = True) -> Phase:
-    """An all-gather or reduce-scatter of a whole tensor, or of the part that is kept among fewer ranks."""
+    """An all-gather or reduce-scatter of a whole tensor, or of the part that is kept among fewer ranks: of ranks one
+    after the other, so that those of a host are in one ring where it leaves the host."""
     ranks = exchange.ranks if of is True else max(1, int(of))
-    return _over_links(system, exchange, system.seconds("all_gather", int(nbytes), ranks))
+    rings = 1 if ranks > _local(system, exchange) else 0
+    return _over_links(system, exchange, system.seconds("all_gather", int(nbytes), ranks, rings=rings), rings)
 
 
 def _summed(system: System, exchange: Exchange) -> Phase:
-    """A rank's part of the gradients, over the replicas."""
+    """A rank's part of the gradients, over the replicas: for each part a ring of its own."""
     if exchange.replicas == 1:
         return {}
     nbytes = exchange.reduce_itemsize * exchange.trained // exchange.ranks
-    return _over_links(system, exchange, system.seconds("all_reduce", nbytes, exchange.replicas))
+    rings = min(exchange.ranks, _local(system, exchange)) if system.hosts > 1 else 0
+    seconds = system.seconds("all_reduce", nbytes, exchange.replicas, rings=rings)
+    return _over_links(system, exchange, seconds, rings)
 
 
-def _over_links(system: System, exchange: Exchange, seconds: float) -> Phase:
+def _over_links(system: System, exchange: Exchange, seconds: float, rings: int) -> Phase:
     """What a collective takes of what cards share."""
-    shares = system.shares(exchange.cards)
+    shares = system.shares(_local(system, exchange), rings=rings)
     return {COLLECTIVES: seconds, UP: shares["up"] * seconds, DOWN: shares["down"] * seconds,
             HOST: shares["host"] * seconds}  # fmt: skip
 

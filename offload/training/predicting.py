@@ -148,12 +148,12 @@ class Predictor:
         *,
         processes: int,
     ) -> Prediction:
-        """The steady state of several processes on one host.
+        """The steady state of several processes.
 
         Args:
             settings: of the run.
             plan: the memory of one of them.
-            system: its cards.
+            system: their cards.
             sharding: of each replica of the model.
             dtype: of the parameters.
             room: of one process, for strategy ``auto``.

@@ -143,17 +143,17 @@ class Ranking:
 
         One that keeps the optimizer's formats is among them, if any fits, and none that makes another one hardly
         faster. Where nothing fits so, less is in flight; where nothing fits at the run's length and chunks of the loss,
-        these are cut too.
+        these are cut too, no further than it takes.
         """
         if not self._least((), self._settings).budget.may_fit(self._limits[0]):
             return []
         found: list[Choice] = []
         for shapes, in_flight in (
-            (self._shapes(), ()),
-            (self._shapes(), ("0.25",)),
-            (self._smaller_shapes(), ("0.25", "0.125")),
+            (list(self._shapes()), ()),
+            (list(self._shapes()), ("0.25",)),
+            *(([shape], ("0.25", "0.125")) for shape in self._smaller_shapes()),
         ):
-            candidates = self._candidates(list(shapes), in_flight)
+            candidates = self._candidates(shapes, in_flight)
             found = found or self._told(candidates, number)
             if found and all(choice.rounds_otherwise for choice in found):
                 same = (each for each in candidates if not Choice(each.changes, each.least).rounds_otherwise)
@@ -240,6 +240,7 @@ class Ranking:
             )
 
     def _smaller_shapes(self) -> Iterator[Changes]:
+        """The longest sequences first."""
         settings = self._settings
         length = settings.tokenizer.get("max_seq_len")
         chunks = settings.loss.get("num_output_chunks")

@@ -38,7 +38,7 @@ class PlannerOfRanks:
 
 
 class PredictorOfRanks:
-    """Predicts several processes on one host; methods as of :class:`Predictor`.
+    """Predicts several processes; methods as of :class:`Predictor`.
 
     Args:
         predictor: of their settings.
@@ -61,15 +61,24 @@ class PredictorOfRanks:
         return self._predictor.work(settings, plan, dtype, on_gpu=on_gpu)
 
 
-def exchanges(settings: Any) -> Iterator[Changes]:
+def exchanges(settings: Any, world: World) -> Iterator[Changes]:
     """What processes may exchange otherwise, a run's own first: weights that are kept for backward or gathered again,
-    gradients that are summed in fewer bytes. What a run leaves open is told."""
+    gradients that are summed in fewer bytes, and of several hosts a replica in each. What a run leaves open is told.
+
+    Args:
+        settings: of a distributed recipe.
+        world: of all processes.
+    """
     kept = () if settings.reshard_after_forward is False else ("reshard_after_forward=False",)
     again = () if settings.reshard_after_forward is True else ("reshard_after_forward=True",)
     narrow = () if settings.reduce_dtype == "bf16" or settings.dtype != "bf16" else ("reduce_dtype=bf16",)
     is_open = settings.reshard_after_forward == AUTO
-    seen: set[Changes] = set() if not is_open else {(), narrow}
-    for changes in ((), kept, again, narrow, (*kept, *narrow), (*again, *narrow)):
-        if changes not in seen:
-            seen.add(changes)
-            yield changes
+    own, hosts = settings.data_parallel_replicate_dim, max(1, world.size // world.local_size)
+    replicas: list[Changes] = [()] if own != AUTO else []
+    replicas += [(f"data_parallel_replicate_dim={each}",) for each in dict.fromkeys((1, hosts)) if each != own]
+    for replicated in replicas if hosts > 1 else [()]:
+        seen: set[Changes] = set() if not is_open else {(), narrow}
+        for changes in ((), kept, again, narrow, (*kept, *narrow), (*again, *narrow)):
+            if changes not in seen:
+                seen.add(changes)
+                yield (*replicated, *changes)

@@ -173,10 +173,46 @@ def test_processes_of_a_known_card_have_a_speed_and_a_ranked_list(capsys: pytest
     assert main(["plan", *words, *rows[0][3].split()]) == 0
     again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
     assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.03)
-    assert main(["plan", *words, "optimizer.strategy=auto", "--nnodes", "2"]) == 0
-    assert "speed: of several hosts it is not told" in capsys.readouterr().out
     assert main(["plan", *words, "optimizer.strategy=auto"]) == 0
     assert re.search(r"^auto: of the optimizer's states .* \(100%\) rest on the GPU$", capsys.readouterr().out, re.M)
+
+
+def test_hosts_share_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow one bounds a run whose weights cross it; a replica in each host sends gradients alone."""
+    words = [
+        "--config",
+        "tiny_llama_offload_distributed",
+        "--gpu",
+        "RTX 3060",
+        "--ram",
+        "64GiB",
+        "--nproc_per_node",
+        "2",
+    ]
+    found = {}
+    for options in (
+        ("--nnodes", "2"),
+        ("--nnodes", "1:2", "--network", "1Gbit/s"),
+        ("--nnodes", "2", "--network", "1GB/s"),
+    ):
+        assert main(["plan", *words, *options]) == 0
+        told = capsys.readouterr().out
+        speed = re.search(r"^speed: ([\d,]+) tok/s of all 4 processes", told, re.M)
+        assert speed
+        found[options[-1]] = int(speed[1].replace(",", "")), told
+    assert "between 2 hosts at 1 GB/s of each, of 10 Gbit/s assumed (--network 100Gbit/s tells)" in found["2"][1]
+    assert (
+        "of each, of 1 Gbit/s, in rings" in found["1Gbit/s"][1]
+        and "of each, of 8 Gbit/s, in rings" in found["1GB/s"][1]
+    )
+    assert found["1Gbit/s"][0] < found["1GB/s"][0] < found["2"][0]
+    assert "bounded by: collectives" in found["1Gbit/s"][1]
+    best = found["1Gbit/s"][1].partition("GPU    host  GiB\n")[2].splitlines()[0]
+    assert "data_parallel_replicate_dim=2" in best
+    options = ["--nnodes", "2", "--network", "1Gbit/s"]
+    assert main(["plan", *words, *options, *best.split(maxsplit=3)[3].split()]) == 0
+    again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
+    assert again and int(again[1].replace(",", "")) == pytest.approx(int(best.split()[0].replace(",", "")), rel=0.03)
 
 
 def test_a_dry_run_knows_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,13 +227,30 @@ def test_mistakes_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
          "runs on one device: leave out --nproc_per_node 2, or use full_finetune_distributed"),
         (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "0"],
          "--nproc_per_node: got 0, expected a number above 0"),
+        (["--config", "tiny_llama_offload", "--nnodes", "2"],
+         "runs on one device: leave out --nnodes 2, or use full_finetune_distributed"),
+        *((["--config", "tiny_llama_offload_distributed", "--nnodes", nodes], f"--nnodes: got {nodes!r}, expected a "
+           "number of hosts") for nodes in ("two", "4:2", "")),
+        (["--config", "tiny_llama_offload_distributed", "--nnodes", "-1"], "--nnodes: got -1, expected a number above"),
+        (["--config", "tiny_llama_offload_distributed", "--network", "1Gbit/s"],
+         "--network: is between hosts, and there is one"),
+        *((["--config", "tiny_llama_offload_distributed", "--nnodes", "2", "--network", network],
+           f"--network: got {network!r}, expected a rate above 0 with its unit, such as 100Gbit/s")
+          for network in ("100", "100GB", "0Gbit/s", "fast")),
         (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "4", "reshard_after_forward=3"],
          "reshard_after_forward: got 3"),
         (["--config", "tiny_llama_offload_distributed", "--nproc_per_node", "4", "reshard_after_forward=aut"],
          "auto"),
     ):  # fmt: skip
         assert main(["plan", *words]) == 2
-        assert message in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+
+
+def test_rates() -> None:
+    for text, expected in (("100Gbit/s", 12.5e9), ("100 Gbps", 12.5e9), ("25Gb/s", 3.125e9), ("12.5GB/s", 12.5e9),
+                           ("800MBps", 8e8), ("1TBit/s", 1.25e11)):  # fmt: skip
+        assert plan.rate(text, "--network") == expected
 
 
 def amount(text: str, name: str) -> float:

@@ -11,7 +11,7 @@ import distributed_timelines
 import pytest
 
 from offload.plan.cards import find_card
-from offload.plan.collectives import SYSTEMS, THROUGH_HOST, System, system_of
+from offload.plan.collectives import ETHERNET, NETWORK, SYSTEMS, THROUGH_HOST, System, network_of, system_of
 from offload.plan.machines import TWO_SOCKETS, WORKSTATION, machine_of_card
 from offload.plan.prediction import COMPUTE, CPU_UPDATE, DOWN, UP, Settings
 from offload.plan.ranks import COLLECTIVES, HOST, Exchange, predict_ranks
@@ -179,3 +179,47 @@ def test_cards_of_servers_have_links_of_their_own() -> None:
     assert desk.through_host and desk.bus == pytest.approx(THROUGH_HOST * desk.machine.up)
     assert desk.machine.host == pytest.approx(0.75 * WORKSTATION) and TWO_SOCKETS > WORKSTATION
     assert system_of(desk.machine, None).through_host
+
+
+def between_hosts(hosts: int, network: float, exchange: Exchange, *, bus: float = FAST) -> float:
+    """Seconds of a step's collectives."""
+    several = dataclasses.replace(system(bus=bus), hosts=hosts, network=network)
+    return predict_ranks(LOAD, several, exchange, Settings("resident", 4.0)).busy[COLLECTIVES]
+
+
+def test_a_ring_through_hosts_is_as_fast_as_what_leaves_a_host() -> None:
+    parts = (4 - 1) / 4 * LAYERS * ELEMENTS
+    moved = 2 * 2 * parts + 4 * parts  # gathered twice in 16 bits, reduced in 32
+    assert between_hosts(2, GB, EXCHANGE) == pytest.approx(moved / GB)
+    assert between_hosts(4, GB, EXCHANGE) == pytest.approx(moved / GB), "of one card each"
+    assert between_hosts(1, GB, EXCHANGE) == pytest.approx(moved / FAST)
+    assert between_hosts(2, 10 * GB, EXCHANGE, bus=GB) == pytest.approx(moved / GB)
+
+
+def test_a_replica_in_each_host_sends_gradients_alone_and_their_rings_share_the_network() -> None:
+    replicated = dataclasses.replace(EXCHANGE, ranks=2, replicas=2)
+    inside = (2 - 1) / 2 * LAYERS * ELEMENTS * (2 * 2 + 4) / FAST
+    a_part = LAYERS * ELEMENTS * 4 / 2
+    assert between_hosts(2, GB, replicated) == pytest.approx(inside + 2 * a_part * (2 - 1) / 2 / (GB / 2))
+    # Weights that are kept divided within a host are gathered again there.
+    kept = dataclasses.replace(EXCHANGE, resharding=2)
+    across = (4 - 1) / 4 * LAYERS * ELEMENTS * (2 + 4) / GB
+    assert between_hosts(2, GB, kept) == pytest.approx(across)
+
+
+def test_a_hosts_memory_is_divided_among_its_own_cards() -> None:
+    through = dataclasses.replace(system(host=GB, link=GB, through_host=True, bus=GB), hosts=2, network=GB / 8)
+    found = predict_ranks(LOAD, through, EXCHANGE, Settings("resident", 4.0))
+    # Each of two cards writes and reads what it sends.
+    assert found.busy[HOST] == pytest.approx(2 * 2 * found.busy[COLLECTIVES] / 8)
+    alone = predict_ranks(LOAD, dataclasses.replace(through, hosts=4), EXCHANGE, Settings("resident", 4.0))
+    assert alone.busy[HOST] == pytest.approx(found.busy[HOST] / 2)
+
+
+def test_networks_that_nobody_tells() -> None:
+    card, centre = find_card("RTX 4090"), find_card("H100")
+    assert network_of(card, 8) == ETHERNET == network_of(None, 8)
+    assert network_of(centre, 8) == 8 * 50 * GB
+    machine = machine_of_card(centre, cards=8)
+    assert system_of(machine, centre, hosts=2, network=400 * GB).network == pytest.approx(NETWORK * 400 * GB)
+    assert system_of(machine, centre, network=GB).network == float("inf")

@@ -85,7 +85,7 @@ def plan_of(
         dict: ``device_gib``, the peak of what PyTorch's allocator holds; ``step_seconds``.
     """
     from offload.cli import registry
-    from offload.cli.plan import _Run
+    from offload.cli.planned_run import PlannedRun
     from offload.device import DTYPES
     from offload.distributed.world import World
     from offload.plan.budget import CONTEXT
@@ -93,7 +93,7 @@ def plan_of(
     from offload.training.placement import Room, placed
 
     words = [f"{key}={value}" for key, value in run.overrides.items()]
-    planned = _Run(registry.find_recipe(run.recipe), registry.our_configs()[run.config], words, World())
+    planned = PlannedRun(registry.find_recipe(run.recipe), registry.our_configs()[run.config], words, World())
     planned.device(elsewhere=True)
     settings, dtype = planned.settings, DTYPES[planned.settings.dtype]
     whole = planned.plan(())

@@ -22,8 +22,11 @@ def is_here(device: torch.device) -> bool:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of an accelerator of this machine, for all processes together."""
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    """Bytes of an accelerator of this machine, for all processes together; of one that torch was told to take a share
+    of (``set_per_process_memory_fraction``), that."""
+    module = torch.get_device_module(device)
+    share = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    return int(share * module.get_device_properties(device).total_memory)
 
 
 def find_device(name: str, *, elsewhere: bool = False) -> tuple[torch.device, str]:

@@ -107,8 +107,8 @@ class Runtime(Protocol):
         """A device buffer of ``nbytes`` (uint8), for any stream."""
 
     def memory_left(self) -> tuple[int, int] | None:
-        """Bytes of device memory that this process could have had beyond the most that it held, and the device's
-        total; None where that is not known."""
+        """Bytes of device memory that this process could have had beyond the most that it held, and all that there are
+        for it; None where that is not known."""
 
     def retries(self) -> int:
         """Times that cached device memory was given back to serve an allocation: there is too little for all."""
@@ -322,7 +322,8 @@ class AcceleratorRuntime(_Threads):
         free, total = module.mem_get_info(self._device)
         reserved = module.memory_reserved(self._device)
         share = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
-        can_have = min(free + reserved, int(share * total))
+        total = int(share * total)
+        can_have = min(free + reserved, total)
         return can_have - max(reserved, module.max_memory_reserved(self._device)), total
 
     def retries(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from offload.device import total_memory
 from offload.engine.runtime import AcceleratorRuntime, free_pinned
 
 
@@ -229,3 +231,25 @@ def test_page_locked_memory_is_given_back_in_every_torch(where: str, monkeypatch
     monkeypatch.setattr(where, lambda: called.append(where), raising=False)
     free_pinned()
     assert called == [where]
+
+
+def test_a_process_that_may_have_a_share_of_the_device_sees_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.cuda tells it: an 80 GB card of which 70 are free."""
+    share = 1.0
+
+    def facts(device: Any) -> Any:
+        return SimpleNamespace(total_memory=80)
+
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (70, 80),
+        memory_reserved=lambda device: 8,
+        max_memory_reserved=lambda device: 10,
+        get_per_process_memory_fraction=lambda device: share,
+        get_device_properties=facts,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    runtime = object.__new__(AcceleratorRuntime)
+    runtime._device = torch.device("cuda", 0)
+    assert runtime.memory_left() == (70 + 8 - 10, 80) and total_memory(runtime._device) == 80
+    share = 0.2
+    assert runtime.memory_left() == (16 - 10, 16) and total_memory(runtime._device) == 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu.recipes import RecipeRun
+from gpu.recipes import NEEDED, RecipeRun
 from gpu.testing import Selection
 
 BUDGET_SECONDS = 560.0
@@ -85,14 +85,14 @@ def part_a(size: Size) -> list[Item]:
         return [
             Selection("kernels", KERNEL_TESTS, marker="not slow", keyword="interpreter and addresses"),
             Selection("engine", ENGINE_TESTS, marker="not slow", keyword="threaded and activation"),
-            Selection("recipes", RECIPE_TESTS, marker="slow", keyword="lora"),
+            Selection("recipes", RECIPE_TESTS, marker="slow", keyword="lora", needs=NEEDED),
             Selection("sanitizer", ENGINE_TESTS, marker="not slow", keyword="sanitizer_sees", sanitize=True),
             *tiny_recipes(steps=3),
         ]
     return [
         Selection("kernels", KERNEL_TESTS, processes=6),
         Selection("engine", ENGINE_TESTS, processes=4),
-        Selection("recipes", RECIPE_TESTS, processes=2),
+        Selection("recipes", RECIPE_TESTS, processes=2, needs=NEEDED),
         *tiny_recipes(steps=20),
         Selection("sanitizer", ENGINE_TESTS, keyword=SANITIZED, sanitize=True, processes=4),
     ]

@@ -22,11 +22,14 @@ _OTHER_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def environment(allocator: str = "", **more: str) -> dict[str, str]:
-    """Of a child: the same allocator and algorithms for every one, whatever this shell has; output as it comes."""
+    """Of a child: the same allocator and algorithms for every one, whatever this shell has; output as it comes.
+
+    Packages are found where this process finds them, whatever folder a child's own children are in.
+    """
     kept = {key: value for key, value in os.environ.items() if key not in (*_OTHER_NAMES, ALLOCATOR)}
-    paths = [str(ROOT), str(ROOT / "scripts"), *kept.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [os.path.abspath(path) for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
     kept |= {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *paths]),
         "PYTHONUNBUFFERED": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **({ALLOCATOR: allocator} if allocator else {}),

@@ -240,6 +240,9 @@ class Suite:
         self.failed = True
 
     def _run_tests(self, item: Selection, seconds: float) -> None:
+        if missing := [name for name in item.needs if name in self.missing]:
+            say(f"tests, {item.name}: not installed: {', '.join(missing)}")
+            return
         card = self._card or self.size.device
         tests = self.record.content["tests"].setdefault(card, {}).setdefault(item.name, {"known": {}})
         limit = None if seconds == float("inf") else seconds

@@ -42,6 +42,7 @@ class Selection:
         marker, keyword: pytest's ``-m`` and ``-k``.
         sanitize: under torch's CUDA sanitizer, which checks every kernel's accesses for races between streams.
         processes: side by side.
+        needs: packages without which they are left out.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Selection:
     keyword: str = ""
     sanitize: bool = False
     processes: int = 1
+    needs: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         keyword = ["-k", self.keyword] if self.keyword else []

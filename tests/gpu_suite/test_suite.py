@@ -163,6 +163,16 @@ def test_part_a_tests_first_and_sanitizes_last(
     assert content["runs"][0]["left_out"] == ["2 tests of kernels", "2 tests of sanitizer"]
 
 
+def test_tests_of_what_is_not_installed_are_left_out(
+    children: Children, output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite_module, "missing_packages", lambda: ["torchtune"])
+    monkeypatch.setattr(suite_module, "run_tests", lambda *_: pytest.fail("it ran"))
+    code, content = run(output, "--part", "a", "--only", "recipes")
+    assert code == 0 and content["tests"] == {}
+    assert "tests, recipes: not installed: torchtune" in capsys.readouterr().out
+
+
 def test_on_a_gpu_the_parts_have_the_sizes_that_they_claim() -> None:
     size = parts.size_of("cuda", "7b", None)
     tests = [item for item in parts.part_a(size) if isinstance(item, Selection)]
@@ -483,7 +493,10 @@ def test_runs_without_the_packages_of_others(output: Path, tmp_path: Path) -> No
 def test_every_child_has_the_same_allocator_and_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", ALLOCATOR):
         monkeypatch.setenv(name, "max_split_size_mb:1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("site", "/somewhere")))
     plain, chosen = environment(), environment("expandable_segments:True", OTHER="1")
+    packages = [str(ROOT), str(ROOT / "scripts"), os.path.abspath("site"), "/somewhere"]
+    assert plain["PYTHONPATH"].split(os.pathsep) == packages
     assert not any(key.endswith("ALLOC_CONF") for key in plain)
     assert chosen[ALLOCATOR] == "expandable_segments:True" and chosen["OTHER"] == "1"
     assert plain["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and plain["PYTHONUNBUFFERED"] == "1"

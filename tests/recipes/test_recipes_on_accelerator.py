@@ -51,7 +51,7 @@ def run(home: Path, output: Path, recipe: str, config: str, *overrides: str) -> 
     settings = [f"output_dir={output}", f"max_steps_per_epoch={STEPS}", "cudnn_deterministic_mode=warn", *overrides]
     command = [sys.executable, f"recipes/{recipe}.py", "--config", f"configs/{config}.yaml", *settings]
     variables = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TUNE_OFFLOAD_HOME": str(home),
         "HF_DATASETS_CACHE": str(home / "datasets"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

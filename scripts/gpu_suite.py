@@ -48,6 +48,7 @@ from gpu.cases import cases  # noqa: E402
 from gpu.machine import git_commit  # noqa: E402
 from gpu.measure import Job  # noqa: E402
 from gpu.model import SEQUENCE, SHAPES  # noqa: E402
+from gpu.processes import leave_no_cores  # noqa: E402
 from gpu.record import Record  # noqa: E402
 from gpu.suite import Suite  # noqa: E402
 
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # As a shell starts what it runs in the background, and as the recipes would inherit it, which it ends.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_no_cores()
     if options.list:
         print("\n".join(case.name for case in cases()))
         return 0

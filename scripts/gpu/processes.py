@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ def environment(allocator: str = "", **more: str) -> dict[str, str]:
     kept |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *paths]),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **({ALLOCATOR: allocator} if allocator else {}),
     }
@@ -64,7 +67,7 @@ def run_child(
 
     def stop() -> None:
         stopped.set()
-        kill(process)
+        abort(process)
 
     timer = None if seconds is None else threading.Timer(max(seconds, 0.0), stop)
     if timer is not None:
@@ -88,6 +91,35 @@ def run_child(
         hint = " (killed: host memory may have run out)" if code == -signal.SIGKILL else ""
         why = OUT_OF_TIME if stopped.is_set() else f"ended with status {code}{hint}"
     return results, why, "".join(said)[-LOG_CHARACTERS:]
+
+
+def last_words(said: str, *, before: int = 0) -> str:
+    """Where a process was when it died: what Python's fault handler said, and so many characters before it; else the
+    end of all."""
+    begin = max(said.rfind("Fatal Python error"), said.rfind("Timeout ("))
+    if begin < 0:
+        return said[-3000:]
+    return said[max(0, begin - before) : begin + 3000]
+
+
+TO_WRITE = 2.0
+"""Seconds for a process to write where it is."""
+
+
+def abort(process: subprocess.Popen[str]) -> None:
+    """End a process as :func:`kill` does, after Python's fault handler has written where each of its threads is."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        process.send_signal(signal.SIGABRT)
+    deadline = time.monotonic() + TO_WRITE
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kill(process)
+
+
+def leave_no_cores() -> None:
+    """Of processes that are aborted, tens of GiB of memory are not to be written to disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from gpu.machine import ROOT
 from gpu.measure import visible_bytes
 from gpu.model import SHAPES, Shape
-from gpu.processes import OUT_OF_TIME, environment, kill
+from gpu.processes import OUT_OF_TIME, abort, environment, kill, last_words
 
 SCRATCH = ROOT / "outputs" / "gpu_suite"
 """Weights, data and what runs leave; the weights are kept for the next recipe."""
@@ -119,7 +119,7 @@ def run_recipe(
         why = "wandb's files are not there"
     if why is None:
         return {"status": "ok", **result}
-    return {"status": why if why == OUT_OF_TIME else "error", **result, "error": f"{why}\n{said}"[-2000:]}
+    return {"status": why if why == OUT_OF_TIME else "error", **result, "error": f"{why}\n{said}"}
 
 
 def allocator_of(run: RecipeRun, device_memory: int | None) -> str:
@@ -203,6 +203,8 @@ def run_until_logged(
                     break
                 if deadline is not None and now > deadline:
                     why = OUT_OF_TIME if logged_at is None else None
+                    if why is not None:
+                        abort(process)
                     break
                 time.sleep(0.2)
             is_stopped = process.poll() is None
@@ -218,10 +220,13 @@ def run_until_logged(
             kill(process)
             process.wait()
     stopped = (128 + signal.SIGINT, -signal.SIGINT) if is_stopped else ()
+    for path in output.iterdir():  # the checkpoint that was begun: what it has is the record's by now
+        if path.is_dir() and path.name != "wandb":
+            shutil.rmtree(path, ignore_errors=True)
     if why is None and process.returncode not in (0, *stopped):
         killed = is_stopped and process.returncode == -signal.SIGKILL
         why = "did not end after two interrupts" if killed else f"ended with status {process.returncode}"
-    return why, log.read_text(errors="replace")[-2000:]
+    return why, last_words(log.read_text(errors="replace"), before=1000)
 
 
 # Configs and weights

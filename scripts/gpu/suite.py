@@ -12,14 +12,18 @@ from typing import Any
 from gpu.cases import is_compute_alone
 from gpu.machine import OPTIONAL, Unfit, build_kernel, git_commit, missing_packages
 from gpu.measure import Job
-from gpu.parts import CaseItem, Item, MachineItem, Size
-from gpu.processes import OUT_OF_TIME, environment, run_child
+from gpu.parts import CaseItem, Item, MachineItem, Size, seconds_expected
+from gpu.processes import OUT_OF_TIME, environment, last_words, run_child
 from gpu.recipes import RecipeRun, own_cache, run_recipe
 from gpu.record import FINDINGS, Record, line
 from gpu.testing import Selection, run_tests
 
 LEAST_SECONDS = 5.0
 """With less left, nothing is begun."""
+
+PATIENCE, LEAST_PATIENCE = 4.0, 120.0
+"""How many times as long as expected an item may take of a part's time, and seconds that it has in any case: what hangs
+leaves time for the rest."""
 
 
 class Suite:
@@ -50,6 +54,7 @@ class Suite:
         self.longest: dict[type, float] = {}
         self.compute_seconds = 0.0
         self.failed = False
+        self.patience: float | None = None
         self.run: dict[str, Any] = {}
         self.missing: list[str] = []
 
@@ -151,6 +156,9 @@ class Suite:
         if left < max(LEAST_SECONDS, self.longest.get(type(item), 0.0) / 2):
             self._leave_out(item.name)
             return
+        self.patience = None
+        if self.budget is not None and (most := max(LEAST_PATIENCE, PATIENCE * seconds_expected(item))) < left:
+            left = self.patience = most
         began = time.perf_counter()
         say(f"-- {item.name}, {self.remaining():.0f} s left" if self.budget else f"-- {item.name}")
         run: Callable[[Any, float], None] = {
@@ -164,6 +172,12 @@ class Suite:
         self.longest[type(item)] = max(self.longest.get(type(item), 0.0), taken)
         if isinstance(item, CaseItem) and item.name == "none":
             self.compute_seconds = taken
+
+    def _reason(self, why: str | None) -> str | None:
+        """Why an item's process ended: the part's time was up, or it took much longer than it should."""
+        if why != OUT_OF_TIME or self.patience is None or self.remaining() <= 0:
+            return why
+        return f"did not end within {self.patience:.0f} s"
 
     def _leave_out(self, what: str) -> None:
         self.run["left_out"].append(what)
@@ -194,12 +208,16 @@ class Suite:
         wanted = self._missing_tokens(item)
         job = self._job(item, wanted)
         results, why, said = self._child(job, seconds)
+        why = self._reason(why)
         missing = wanted[len(results) :]
         if why == OUT_OF_TIME:
             for tokens in missing:
                 self._leave_out(f"{item.name} at {tokens} tokens")
             missing = []
-        ended = [{"tokens": tokens, "status": why or "said nothing", "error": said[-2000:]} for tokens in missing]
+        ended = [
+            {"tokens": tokens, "status": why or "said nothing", "error": last_words(said, before=1000)}
+            for tokens in missing
+        ]
         for result in [*results, *ended]:
             entry = self.record.add(job, result)
             say(line(entry))
@@ -232,11 +250,12 @@ class Suite:
         self.record.write()
 
     def _could_not(self, what: str, why: str | None, said: str) -> None:
+        why = self._reason(why)
         if why == OUT_OF_TIME:
             self._leave_out(what)
             return
         say(f"{what}: {why}: {said[-500:]}")
-        self.run.setdefault("errors", []).append({"what": what, "error": f"{why}\n{said[-2000:]}"})
+        self.run.setdefault("errors", []).append({"what": what, "error": f"{why}\n{last_words(said, before=1000)}"})
         self.failed = True
 
     def _run_tests(self, item: Selection, seconds: float) -> None:
@@ -264,6 +283,8 @@ class Suite:
         limit = None if seconds == float("inf") else seconds
         card = self.run["environment"].get("device_memory_bytes")
         result = run_recipe(item, self.size.device, limit, self.missing, card)
+        if result["status"] == OUT_OF_TIME and (why := self._reason(OUT_OF_TIME)) != OUT_OF_TIME:
+            result |= {"status": "error", "error": f"{why}\n{result['error']}"}
         if result["status"] == OUT_OF_TIME:
             self._leave_out(item.name)
             return

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.machine import ROOT
-from gpu.processes import OUT_OF_TIME, environment, run_child
+from gpu.processes import OUT_OF_TIME, environment, last_words, run_child
 
 RESTARTS = 5
 """Of one process, after tests that ended it."""
@@ -95,7 +95,7 @@ def run_tests(
             lines, why, said = _run_once(selection, finished, index, remaining)
             collected, outcomes, running, files = read_lines(lines)
             if running is not None and why is not None and why != OUT_OF_TIME:
-                error = f"the process {why} within this test\n{traceback_in(said)}"
+                error = f"the process {why} within this test\n{last_words(said)}"
                 outcomes[running] = {"outcome": "failed", "seconds": 0.0, "error": error}
             with lock:
                 known.update(outcomes)
@@ -140,12 +140,6 @@ def _run_once(
         }
         _, why, said = run_child(selection.command(), seconds, environment(**variables))
         return lines.read_text().splitlines(), why, said
-
-
-def traceback_in(said: str) -> str:
-    """Where a process was when it died: the beginning of what Python's fault handler said, else the end of all."""
-    begin = max(said.rfind("Fatal Python error"), said.rfind("Timeout ("))
-    return said[begin : begin + 3000] if begin >= 0 else said[-3000:]
 
 
 def without_tests(selection: Selection, files: Collection[str]) -> list[str]:

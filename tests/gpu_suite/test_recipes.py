@@ -72,6 +72,14 @@ def test_a_recipe_is_stopped_when_it_has_logged_enough(folder: Path) -> None:
     assert config["device"] == "cpu" and config["seed"] == 0 and config["section"] == {"key": 1}
 
 
+def test_the_checkpoint_that_a_recipe_began_is_not_kept(folder: Path) -> None:
+    """Each is of many GiB, and the disk of a lent machine is small."""
+    begins = "os.makedirs(output + '/.step_4'); open(output + '/.step_4/weights', 'w')"
+    assert run(folder, GOES_ON.replace("log(*rows)", f"log(*rows); {begins}"))["status"] == "ok"
+    left = {path.name for path in (folder / "scratch" / "runs" / "a").iterdir()}
+    assert left == {"config.yaml", "log.txt", "metrics.jsonl"}
+
+
 def test_a_recipe_that_does_not_end_is_killed_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "LAST_WAIT", 0.5)
     result = run(folder, GOES_ON.replace("os._exit(130)", "None"))
@@ -86,7 +94,7 @@ def test_a_recipe_that_does_not_end_is_killed_and_told(folder: Path, monkeypatch
         ("rows[1]['loss'] = float('nan'); log(*rows)", {}, "error", "not finite"),
         ("log(*rows)", {"missing": ()}, "error", "wandb's files are not there"),
         ("log(*rows)", {"missing": ("torchtune", "datasets")}, "not installed", "torchtune, datasets"),
-        ("time.sleep(1000)", {"seconds": 1.0}, "out of time", "out of time"),
+        ("def hangs():\n    time.sleep(1000)\nhangs()", {"seconds": 1.0}, "out of time", "in hangs"),
     ],
 )
 def test_how_a_recipe_can_fail(folder: Path, program: str, more: dict[str, Any], status: str, message: str) -> None:

@@ -312,6 +312,42 @@ def test_a_process_that_dies_or_overruns_is_recorded(
     ]
 
 
+def test_what_hangs_leaves_time_for_the_rest_and_tells_where_it_is(
+    children: Children, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_module, "LEAST_PATIENCE", 300.0)
+    monkeypatch.setattr(suite_module, "PATIENCE", 0.0)
+    output.parent.mkdir()
+    overrun = output.parent / "overrun"
+    os.mkfifo(overrun)
+    hangs = f"import threading\ndef hangs():\n    open({str(overrun)!r}, 'w')\n    threading.Event().wait()\nhangs()"
+    children.programs["adamw"] = program(children.result(16), then=hangs)
+    limits = []
+
+    class Timer:
+        """Its time is up when the case hangs."""
+
+        def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
+            limits.append(seconds)
+            self.thread = threading.Thread(target=lambda: (overrun.open().close(), stop()), daemon=True)
+
+        def start(self) -> None:
+            if children.jobs[-1].case == "adamw":
+                self.thread.start()
+
+        def cancel(self) -> None:
+            return None
+
+    monkeypatch.setattr("gpu.processes.threading", SimpleNamespace(Timer=Timer, Event=threading.Event))
+    code, content = run(output, "--only", "none|adamw|stream", "--tokens", "16", "32", "--budget-seconds", "1000")
+    assert code == 1 and limits[-1] == 300.0
+    (hung,) = [r for r in content["results"] if r["case"] == "adamw" and r["tokens"] == 32]
+    assert hung["status"] == "did not end within 300 s" and "in hangs" in hung["error"]
+    statuses = {(r["case"], r["tokens"]): r["status"] for r in content["results"] if r is not hung}
+    assert statuses == dict.fromkeys((("none", 16), ("none", 32), ("adamw", 16), ("stream", 16), ("stream", 32)), "ok")
+    assert content["runs"][0]["left_out"] == []
+
+
 def test_time_is_kept_for_what_everything_is_compared_with(
     children: Children, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -40,6 +41,13 @@ def environment(allocator: str = "", **more: str) -> dict[str, str]:
     return kept | more
 
 
+def apart() -> dict[str, Any]:
+    """Arguments of a process that is ended with all that it started, and stays in this session: who ends that, as those
+    who lend a machine for a time do, ends everything."""
+    alone: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+    return {"stdin": subprocess.DEVNULL, **alone}
+
+
 def run_child(
     command: Sequence[str], seconds: float | None, env: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str | None, str]:
@@ -61,7 +69,7 @@ def run_child(
         errors="replace",
         env=env,
         cwd=ROOT,
-        start_new_session=True,
+        **apart(),
     )
     stopped = threading.Event()
 
@@ -123,6 +131,6 @@ def leave_no_cores() -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a process that was started in a session of its own, and whatever it started."""
+    """End a process that was started with :func:`apart`, and whatever it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

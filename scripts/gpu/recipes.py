@@ -25,7 +25,7 @@ from torch import Tensor
 from gpu.machine import ROOT
 from gpu.measure import visible_bytes
 from gpu.model import SHAPES, Shape
-from gpu.processes import OUT_OF_TIME, abort, environment, kill, last_words
+from gpu.processes import OUT_OF_TIME, abort, apart, environment, kill, last_words
 
 SCRATCH = ROOT / "outputs" / "gpu_suite"
 """Weights, data and what runs leave; the weights are kept for the next recipe."""
@@ -188,7 +188,7 @@ def run_until_logged(
             text=True,
             env=environment(allocator, **variables, **folders),
             cwd=ROOT,
-            start_new_session=True,
+            **apart(),
         )
         try:
             why = None

@@ -538,6 +538,15 @@ def test_every_child_has_the_same_allocator_and_algorithms(monkeypatch: pytest.M
     assert plain["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and plain["PYTHONUNBUFFERED"] == "1"
 
 
+def test_processes_end_with_the_session_of_whoever_started_the_suite() -> None:
+    """Where a machine's time is up, a process in a session of its own would go on with the GPU."""
+    _, why, said = run_child(
+        [sys.executable, "-S", "-c", "import os; print(os.getsid(0), os.getpgrp())"], None, environment()
+    )
+    session, group = map(int, said.split())
+    assert why is None and session == os.getsid(0) and group != os.getpgrp()
+
+
 def test_a_killed_process_takes_its_own_children_along(tmp_path: Path) -> None:
     """Otherwise they would hold the card."""
     fifo = tmp_path / "fifo"

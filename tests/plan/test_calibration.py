@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,38 @@ def test_a_real_model_has_costs() -> None:
     costs = training_costs(torch.float32, sizes=sizes)
     values = dataclasses.astuple(costs)
     assert all(value >= 0 for value in values) and 0 < sum(values) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_turn_trains_the_counted_model_anew_and_the_first_does_not_count(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    counted: list[Amount] = []
+    real_turn, real_count = calibration._turn, calibration.count
+
+    def count(*args: Any, **options: Any) -> Work:
+        work = real_count(*args, **options)
+        counted.append(work.total)
+        assert options["fused_norms"] is False, "on the CPU a norm is several kernels"
+        return work
+
+    def turn(model: Any, *args: Any) -> float:
+        nonlocal turns
+        assert {param.dtype for param in model.parameters()} == {dtype}
+        assert all(param.grad is None for param in model.parameters())
+        turns += 1
+        real_turn(model, *args)
+        return KNOWN.seconds(counted[-1]) * (50 if turns % (calibration.TURNS + 1) == 1 else 1)
+
+    monkeypatch.setattr(calibration, "count", count)
+    monkeypatch.setattr(calibration, "_turn", turn)
+    sizes = ((32, 1, 16, 64), (32, 2, 64, 64), (64, 4, 32, 128), (64, 1, 128, 32), (96, 2, 16, 256))
+    before = torch.get_rng_state()
+    costs = training_costs(dtype, sizes=sizes)
+    assert torch.equal(torch.get_rng_state(), before)
+    for amount in counted:
+        assert costs.seconds(amount) == pytest.approx(KNOWN.seconds(amount), rel=1e-3)
 
 
 def test_a_step_is_its_work_and_its_update() -> None:

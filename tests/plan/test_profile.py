@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.plan.profile import Profile, profile_path, read_profile, write_profile
+from offload.plan import profile
+from offload.plan.profile import FORMAT, Profile, profile_path, read_profile, write_profile
 from offload.plan.rates import GIB, copy_rates, cpu_adamw_rates, host_memory_rates, locking, matmul_rate
 
 
@@ -18,9 +19,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_is_read_on_the_same_machine_only(cache: Path) -> None:
     assert read_profile({"device": "A"}) is None
-    profile = Profile({"device": "A"}, {"up": 25e9})
-    assert write_profile(profile) == cache / "tune-offload" / "machine.json"
-    assert read_profile({"device": "A"}) == profile
+    written = Profile({"device": "A"}, {"up": 25e9})
+    assert write_profile(written) == cache / "tune-offload" / "machine.json"
+    assert read_profile({"device": "A"}) == written
     assert read_profile({"device": "B"}) is None
     assert [path.name for path in profile_path().parent.iterdir()] == ["machine.json"]
 
@@ -30,6 +31,28 @@ def test_a_damaged_one_is_none(content: str, cache: Path) -> None:
     write_profile(Profile({"device": "A"}, {}))
     profile_path().write_text(content)
     assert read_profile({"device": "A"}) is None
+
+
+def test_one_of_another_format_is_none() -> None:
+    path = write_profile(Profile({"device": "A"}, {"up": 25e9}))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
+    assert read_profile({"device": "A"}) is None
+
+
+def test_one_that_cannot_be_written_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile, "sync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_profile(Profile({"device": "A"}, {}))
+    assert list(profile_path().parent.iterdir()) == []
+
+
+def test_where_it_lies_without_a_cache_of_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_path() == tmp_path / ".cache" / "tune-offload" / "machine.json"
 
 
 def test_rates_are_numbers_of_this_machine() -> None:

@@ -1,0 +1,147 @@
+"""What is advised of the changes that there are, with budgets that the tests choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offload.distributed.world import World
+from offload.errors import UserError
+from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Item
+from offload.training import advice
+from offload.training.advice import Advisor
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class Recipe:
+    """Refuses overrides that hold ``wrong``, and accepts no more than ``most``."""
+
+    adapts = False
+    most = 9
+
+    @classmethod
+    def check(cls, settings: Any, notes: Any) -> None:
+        if any("wrong" in word for word in settings.changes) or len(settings.changes) > cls.most:
+            raise UserError("it cannot be")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lines about a run of 100 GiB, half of it page-locked where it is the host's, and changes that save so many."""
+
+    def advise(saves: Mapping[str, int], room: int | None, *, of_device: bool = False, both: int = 0) -> list[str]:
+        def plans(changes: Sequence[str]) -> Any:
+            left = 100 - sum(saves[word] for word in saves if all(each in changes for each in word.split()))
+            left += both * (len(changes) > 1)
+            places = [(DEVICE, left)] if of_device else [(LOCKED, 50), (HOST, left - 50), (DEVICE, 500)]
+            return SimpleNamespace(budget=Budget(tuple(Item(place, "all", size * GIB) for place, size in places)))
+
+        monkeypatch.setattr(advice, "cheaper", lambda settings: iter([word.split() for word in saves]))
+        monkeypatch.setattr(Advisor, "_plans", lambda self, device, used: plans)
+        monkeypatch.setattr(Advisor, "_times", lambda self, device, plans: lambda changes: None)
+        advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes))  # type: ignore[arg-type, return-value]
+        found = advisor.lines(CPU, of_device=of_device, used=0, room=None if room is None else room * GIB)
+        return found[next(index for index, line in enumerate(found) if line.startswith(("what saves", "no setting"))) :]
+
+    return advise
+
+
+def test_what_saves_most_is_told_first_once_for_each_key(told: Any) -> None:
+    lines = told({"a=1": 5, "b=1": 30, "wrong=1": 60, "b=2": 20, "c=1": 1, "d=1": 10, "e=1": 7}, None)
+    assert [line.split() for line in lines[1:]] == [
+        ["30.00", "GiB", "b=1"],
+        ["10.00", "GiB", "d=1"],
+        ["7.00", "GiB", "e=1"],
+    ]
+    assert told({"c=1": 1, "wrong=1": 50}, 90) == [
+        "no setting saves any of it: take a smaller model, or more memory"
+    ], "a hundredth is worth no override"
+
+
+@pytest.mark.parametrize(
+    ("of_device", "room", "enough"), [(False, 100, 90), (True, 100, 95), (False, 80, 72), (True, 200, 95)]
+)
+def test_enough_leaves_a_margin_of_the_room_or_of_what_did_not_fit(
+    of_device: bool, room: int, enough: int, told: Any
+) -> None:
+    for left in (enough, enough + 1):
+        last = told({"a=1": 100 - left}, room, of_device=of_device)[-1]
+        if left == enough:
+            assert last == f"enough, with {left}.00 GiB: a=1"
+        else:
+            assert last == "no combination of them is enough: take a smaller model, or more memory"
+
+
+def test_enough_is_what_saves_no_more_than_it_must(told: Any) -> None:
+    assert told({"a=1": 60, "b=1": 20, "wrong=1": 15, "c=1": 5}, 100)[-1] == "enough, with 80.00 GiB: b=1"
+
+
+def test_several_are_enough_where_one_is_not(told: Any) -> None:
+    saves = {"a=1": 20, "b=1": 15, "a=2 c=1": 12, "d=1": 5}
+    assert told(saves, 70)[-1] == "enough, with 60.00 GiB: a=1 b=1 d=1", "not two values of one key"
+
+
+def test_what_takes_more_beside_others_is_left_out(told: Any) -> None:
+    assert told({"a=1": 20, "b=1": 15}, 80, both=25)[-1].startswith("no combination")
+    lines = told({"a=1": 20, "b=1": 15}, 90, both=25)
+    assert lines[-1] == "enough, with 80.00 GiB: a=1"
+
+
+def test_several_that_a_run_refuses_together_are_not_advised(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recipe, "most", 1)
+    assert told({"a=1": 20, "b=1": 15}, 75)[-1].startswith("no combination")
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [(80.0, "+500 ms a step (+25%)"), (125.0, "-400 ms a step (-20%)"), (100.2, "no time"), (None, None)],
+)
+def test_time_is_that_of_as_many_tokens(
+    after: float | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known:
+        def __init__(self, planner: Any) -> None:
+            pass
+
+        def predict_here(self, settings: Any, *_: Any) -> Any:
+            speed = after if settings.changes else 100.0
+            return None if speed is None else (SimpleNamespace(tokens_per_second=speed, step_seconds=2.0), "measured")
+
+    monkeypatch.setattr(advice, "Predictor", Known)
+    for processes in (1, 2):
+        advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes), processes=processes)  # type: ignore[arg-type, return-value]
+        advisor._planner = SimpleNamespace()  # type: ignore[assignment]
+        time = advisor._times(CPU, lambda changes: SimpleNamespace())  # type: ignore[arg-type, return-value]
+        assert time(("a=1",)) == (expected if processes == 1 else None), "of several processes nothing is predicted"
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Advises:
+        def __init__(self, recipe: Any, settings: Any, *, processes: int) -> None:
+            given["processes"] = processes
+
+        def lines(self, device: Any, **options: Any) -> list[str]:
+            given.update(options)
+            return ["a line"]
+
+    monkeypatch.setattr(advice, "Advisor", Advises)
+    monkeypatch.setattr(advice, "room", lambda device, *, of_device: 800)
+    recipe = SimpleNamespace(world=World(0, 8, 0, 4), device=CPU, settings=None, memory_before=7)
+    assert advice.of_host_memory(recipe) == ["a line"]
+    assert given == {"processes": 8, "of_device": False, "used": 7, "room": 200}
+
+
+def test_the_room_of_a_run_on_the_cpu_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "total_memory", lambda device: 5)
+    monkeypatch.setattr(advice, "allowance", lambda used: 3)
+    cuda = torch.device("cuda")
+    rooms = [advice.room(device, of_device=of_device) for device in (CPU, cuda) for of_device in (True, False)]
+    assert rooms == [3, 3, 5, 3]

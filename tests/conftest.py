@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import resource
 import signal
-import sys
 from collections.abc import Generator, Iterator, Sequence
 
 import pytest
@@ -14,23 +13,7 @@ from torch import Tensor
 
 from offload.engine.runtime import Direction, Event, HostRuntime, Runtime
 from offload.simulation.accelerator import SimulatedAccelerator
-
-A_LIBRARY = 200
-"""Modules: so many further ones are a library that a test was the first to import."""
-
-_frozen_modules = 0
-
-
-def _freeze() -> None:
-    """Exempts what is here from searches for garbage.
-
-    What was collected and imported is a million objects that stay, half a second for each ``gc.collect()`` of a test
-    or a library. What a test makes is searched as ever.
-    """
-    global _frozen_modules
-    gc.collect()
-    gc.freeze()
-    _frozen_modules = len(sys.modules)
+from tests.garbage import freeze_libraries
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,13 +23,11 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        _freeze()
+        freeze_libraries()
 
 
 def pytest_runtest_logfinish() -> None:
-    """Between tests."""
-    if len(sys.modules) >= _frozen_modules + A_LIBRARY:
-        _freeze()
+    freeze_libraries()
 
 
 class ThreadedRuntime(HostRuntime):

@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.garbage import freeze_libraries
+
 TIMEOUT = 120.0
 """Seconds after which ranks are taken to hang."""
 
@@ -88,6 +90,7 @@ def _serve(connection: Connection) -> None:
         while True:
             call = connection.recv_bytes()
             connection.send_bytes(pickle.dumps(_answer(call)))
+            freeze_libraries()
 
 
 def _answer(call: bytes) -> tuple[bool, Any]:

@@ -80,11 +80,16 @@ def test_sums_that_nobody_has() -> None:
         OffloadOptimizer([nn.Parameter(summand)], lr=0.1)
 
 
+class Subclassed(DistributedDataParallel):
+    pass
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, type("Twice", (Subclassed,), {})])
 @pytest.mark.parametrize("early", ["update_in_backward", "offload_gradients"])
-def test_gradients_that_ddp_has_not_reduced(early: str) -> None:
+def test_gradients_that_ddp_has_not_reduced(early: str, wrapper: type[DistributedDataParallel]) -> None:
     inner = nn.Linear(2, 2)
     OffloadOptimizer(inner.named_parameters(), strategy="stream", lr=0.1, **{early: True})  # type: ignore[arg-type]
-    model = DistributedDataParallel(inner)
+    model = wrapper(inner)
     with pytest.raises(UserError, match=r"^optimizer: DistributedDataParallel.*set both to False.*fully_shard"):
         OffloadOptimizer(inner.named_parameters(), strategy="stream", lr=0.1, **{early: True})  # type: ignore[arg-type]
     OffloadOptimizer(model.named_parameters(), strategy="stream", lr=0.1)

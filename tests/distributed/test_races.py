@@ -222,8 +222,7 @@ def noticed(waits: list[str]) -> dict[str, tuple[str, str]]:
         if isinstance(wanted, str):
             found[name] = wanted, ""
             continue
-        (module,) = {wait.module for wait in engine_races.WAITS if wait.name == name}
-        (wait,) = [wait for wait in engine_races.find_waits(module) if wait.name == name]
+        (wait,) = [wait for wait in engine_races.WAITS if wait.name == name]
         with pytest.MonkeyPatch.context() as patch:
             engine_races.without(wait, patch)
             got = outcome(SCENARIOS[which])

@@ -98,9 +98,8 @@ class Wait:
 
 
 def find_waits(module: ModuleType) -> list[Wait]:
-    count = len(list(_find(module, _parse(module))))
-    # Each gets a tree of its own, in which it alone is taken out.
-    return [list(_find(module, _parse(module)))[index] for index in range(count)]
+    """All in one tree: after one is removed, only those of another call are of use."""
+    return list(_find(module, _parse(module)))
 
 
 @functools.cache
@@ -204,6 +203,7 @@ def _put(parents: dict[ast.AST, ast.AST], old: ast.AST, new: ast.AST) -> None:
 
 def without(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one wait out of the running engine."""
+    (wait,) = [each for each in find_waits(wait.module) if each.name == wait.name]
     wait.remove()
     ast.fix_missing_locations(wait.tree)
     line = min([wait.function.lineno, *(decorator.lineno for decorator in wait.function.decorator_list)])
@@ -772,6 +772,7 @@ LIKELY = {
     "__init__:self._settle()": "read model",
     "__init__:self._settle()#2": "load model",
     "first.wait": "zeroing",
+    "before_zeroing": "zeroing",
     "TakenGradient(": "zeroing",
     "HostGradients(": "zeroing",
     "add_param_group": "grow",
@@ -796,6 +797,7 @@ LIKELY_PAUSES = (
     "HostPipeline._bring_next",
     "sync_from_model",
     "_last_staged",
+    "Both.wait:self.device",
 )
 """Waits that are missed first where the worker does some of its work early: the same."""
 

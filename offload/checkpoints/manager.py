@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import shutil
 import stat
 import tempfile
@@ -302,13 +303,18 @@ class CheckpointManager:
                 return is_distributed(tensor) or (snapshot is not None and snapshot.holds(tensor))
 
             def position(name: str) -> float:
-                assert model is not None
-                return source.position(local(model[name]))
+                if model is None or snapshot is None:  # and merged weights are made when they are written
+                    return math.inf
+                return snapshot.position(local(model[name]))
 
             main = current()
             begun = self._begin(step, model, recipe_state, adapter, adapter_config, is_apart)
             unless_begun.callback(begun.give_up, main)
             shared = dict(sorted(begun.shared.items(), key=lambda item: source.position(local(item[1]))))
+            if snapshot is None:
+                with main.together(), begun.explained():
+                    shared_states.write(begun.temporary, shared)
+                shared = {}
             sums = main.from_main(begun.explained()(begun.write_rest))
             plan = None if model is None else self._plan(begun, model, main, position)
             if snapshot is not None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.models.merging import MergedWeights
 from offload.models.shares import WeightFile
 from offload.models.size import Size
 
@@ -110,7 +111,7 @@ class AdaptedLM(CausalLM, Protocol):
     def adapter_config(self) -> dict[str, Any]:
         """Fields of peft's ``LoraConfig``, with the model's names."""
 
-    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
+    def merged_weights(self, *, goes_on: bool = False) -> MergedWeights:
         """The model's weights with the adapter merged in; the live model is not touched.
 
         ``goes_on``: the adapter trains on while weights are asked for, which are of its values as they are now."""

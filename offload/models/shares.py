@@ -22,9 +22,10 @@ from offload.durable import sync
 from offload.engine.copy_on_write import STEP_BYTES, Source, Unchanging
 from offload.engine.fsdp import groups_of
 from offload.engine.shards import is_distributed, is_first_copy, local, local_state, runs
+from offload.models.merging import MergedWeights
 from offload.models.routes import Convert, Range, Route, find_route
 from offload.models.safetensors_layout import lay_out
-from offload.models.tensors import host_tensor, whole
+from offload.models.tensors import host_tensor, whole_on
 from offload.models.weight_files import WeightFiles, bytes_of
 
 # Reading
@@ -190,8 +191,7 @@ def write_share(
     Args:
         folder: where :func:`begin_files` has made the files.
         plan: what it returned.
-        weights: DTensors, or plain tensors that all ranks have; some mappings make one when it is asked for, and every
-            rank asks for the same ones in the same order.
+        weights: DTensors, or plain tensors that all ranks have; merged ones are made on the rank that writes them.
         convert: as there.
         world: the ranks, which talk by its group; None for all, by that of the weights' mesh.
         source: where the weights' values come from; None for where they are.
@@ -205,11 +205,11 @@ def write_share(
         targets.setdefault(origin.source, []).append((name, origin))
     with _Files(folder) as files:
         for turn, each in enumerate(plan.order):
-            is_mine = turn % writer.world.size == writer.world.rank
+            owner = turn % writer.world.size
             if isinstance(each, str):
-                writer.write_ranges(files, each, targets[each], is_mine)
+                writer.write_ranges(files, each, targets[each], owner)
             else:
-                writer.write_mixture(files, each, convert, turn % writer.world.size)
+                writer.write_mixture(files, each, convert, owner)
     if files.error is not None:
         raise files.error
 
@@ -222,9 +222,11 @@ class _Writer:
         self._source: Source = Unchanging() if source is None else source
         self._left = plan.uses()
 
-    def write_ranges(self, files: _Files, name: str, targets: Sequence[tuple[str, Range]], is_mine: bool) -> None:
-        weight = self._weights[name]
-        if is_first_copy(weight) if is_distributed(weight) else is_mine:
+    def write_ranges(self, files: _Files, name: str, targets: Sequence[tuple[str, Range]], owner: int) -> None:
+        weight = self._weight(files, name, owner)
+        if weight is None:
+            return
+        if is_first_copy(weight) if is_distributed(weight) else owner == self.world.rank:
             part = local(weight.detach())
             if part.is_contiguous():
                 for first, at, count in _steps(weight, part.element_size()):
@@ -254,7 +256,9 @@ class _Writer:
         mixture = self._plan.route.mixtures[number]
         sources = {}
         for name in mixture.sources:
-            weight = self._weights[name]
+            weight = self._weight(files, name, owner)
+            if weight is None:
+                continue
             gathered = self._whole(weight, owner)
             if gathered is not None:
                 sources[name] = host_tensor(gathered, name)
@@ -270,23 +274,24 @@ class _Writer:
         for name in mixture.targets:
             files.write(self._plan.places[name], 0, converted[name])
 
+    def _weight(self, files: _Files, name: str, owner: int) -> Tensor | None:
+        """A weight, or this rank's part of it; None where another rank makes it, or this one could not."""
+        if not isinstance(self._weights, MergedWeights):
+            return self._weights[name]
+        wholes = self._weights.gathered(name, owner, self.world)
+        if wholes is None or (wholes and files.error is not None):
+            return None
+        try:
+            return self._weights.made(name, wholes)
+        except Exception as error:  # the other ranks go on
+            files.error = error
+            return None
+
     def _whole(self, weight: Tensor, owner: int) -> Tensor | None:
         """All of a weight, on the rank that wants it."""
-        if is_distributed(weight) and self.world.group is None:
-            gathered = whole(weight)
-            return gathered if owner == self.world.rank else None
-        if not is_distributed(weight):
-            return self._copy(weight) if owner == self.world.rank else None
-        part = self._copy(local(weight.detach())) if is_first_copy(weight) else weight.new_empty(0)
-        mine = (list(runs(weight)) if is_first_copy(weight) else []), part
-        parts = self.world.gathered_by(owner, mine)
-        if not parts:
-            return None
-        flat = torch.empty(weight.numel(), dtype=weight.dtype)
-        for ranges, part in parts:
-            for first, at, count in ranges:
-                flat[at : at + count] = part.reshape(-1)[first : first + count]
-        return flat.view(weight.shape)
+        if is_distributed(weight):
+            return whole_on(owner, weight, self.world, self._copy)
+        return self._copy(weight) if owner == self.world.rank else None
 
     def _copy(self, part: Tensor) -> Tensor:
         with self._source.reading(part) as values:

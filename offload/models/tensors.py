@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+from offload.distributed.world import World
+from offload.engine.shards import is_distributed, is_first_copy, local, runs
 
 
 def standalone(tensor: Tensor) -> Tensor:
@@ -33,6 +36,34 @@ def is_divided(tensor: Tensor) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that is divided among processes, which all have to ask; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_on(rank: int, tensor: Tensor, world: World, read: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """All of a tensor on one process, None on the others; one that is not divided as it is, on all.
+
+    Args:
+        rank: of that process.
+        tensor: every process has to ask for it.
+        world: the processes. Where it has a group of its own, parts go by that, from host to host, and not by the
+            backend that training uses.
+        read: gives a part on the host.
+    """
+    if not is_distributed(tensor):
+        return tensor
+    if world.group is None:
+        gathered = whole(tensor)
+        return gathered if rank == world.rank else None
+    part, ranges = torch.empty(0), []
+    if is_first_copy(tensor):
+        part, ranges = read(local(tensor.detach())), list(runs(tensor))
+    parts = world.gathered_by(rank, (ranges, part))
+    if not parts:
+        return None
+    flat = torch.empty(tensor.numel(), dtype=next(part.dtype for ranges, part in parts if ranges))
+    for ranges, part in parts:
+        for first, at, count in ranges:
+            flat[at : at + count] = part.reshape(-1)[first : first + count]
+    return flat.view(tensor.shape)
 
 
 def host_tensor(tensor: Tensor, name: str) -> Tensor:

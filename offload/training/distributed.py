@@ -52,11 +52,6 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
     @classmethod
     def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
         assert isinstance(settings, DistributedSettings)
-        if settings.enable_async_checkpointing and cls.adapts:
-            raise UserError(
-                "enable_async_checkpointing: merged weights are gathered from all processes, which train meanwhile: "
-                "set it to False (save_adapter_weights_only=True saves the adapter alone, which is small)"
-            )
         check_shape(
             current(),
             replicate=settings.data_parallel_replicate_dim,

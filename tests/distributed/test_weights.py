@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed import weights
 from tests.distributed.ranks import Ranks
 from tests.models.huggingface import families
 from tests.models.torchtune.test_architecture import FAMILIES, write_checkpoint
+from tests.recipes.test_async_checkpoints import assert_equal, state_of
 
 
 def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
@@ -128,19 +130,23 @@ def test_every_family_of_transformers(family: str, ranks: Ranks, tmp_path: Path)
     assert differing_files(tmp_path / "many", tmp_path / "one") == []
 
 
-def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
-    """They begin as on one device, beside a base that each rank has a part of, and are merged and saved the same."""
+def adapter_cases(tmp_path: Path) -> tuple[tuple[Any, Any, Any], ...]:
+    """(model, checkpointer, adapter) of torchtune and of transformers."""
     write_checkpoint(tmp_path / "llama", "llama3")
     families.save("qwen3", tmp_path / "qwen")
     torchtune = {"_component_": "torchtune.models.llama3.lora_llama3", "lora_attn_modules": ["q_proj", "v_proj"]}
     checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "model_type": "LLAMA3"}
     peft = {"_component_": "peft.LoraConfig", "target_modules": "all-linear", "init_lora_weights": "gaussian"}
     checkpointer["checkpoint_dir"] = str(tmp_path / "llama")
-    cases: tuple[tuple[Any, Any, Any], ...] = (
+    return (
         ({**torchtune, "lora_rank": 4, "lora_alpha": 8}, checkpointer, None),
         ({"_component_": "offload.models.huggingface.from_pretrained", "path": str(tmp_path / "qwen")}, None, peft),
     )
-    for number, case in enumerate(cases):
+
+
+def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    """They begin as on one device, beside a base that each rank has a part of, and are merged and saved the same."""
+    for number, case in enumerate(adapter_cases(tmp_path)):
         one, many = tmp_path / f"one{number}", tmp_path / f"many{number}"
         want = weights.adapted(*case, str(one))
         for got in ranks.run(2, weights.adapted, *case, str(many)):
@@ -148,3 +154,22 @@ def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
         # peft writes a set in any order.
         others = ("recipe_state.pt", "checkpoint.json", "adapter_config.json")
         assert [name for name in differing_files(many, one) if not name.endswith(others)] == []
+
+
+def test_adapters_are_merged_beside_training_as_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    """While layers have their gathered weights, and the adapter and its optimizer's states are of a later step."""
+    for number, case in enumerate(adapter_cases(tmp_path)):
+        at_once, beside = tmp_path / f"at_once{number}", tmp_path / f"beside{number}"
+        ranks.run(2, functools.partial(weights.adapted, trained=True), *case, str(at_once))
+        ranks.run(2, functools.partial(weights.adapted, trained=True, beside=True), *case, str(beside))
+        others = ("recipe_state.pt", "checkpoint.json", "adapter_config.json", ".distcp", ".metadata")
+        assert [name for name in differing_files(beside, at_once) if not name.endswith(others)] == []
+        assert_equal(state_of(beside / "step_1"), state_of(at_once / "step_1"))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_weight_that_one_rank_cannot_merge_ends_all(failing: int, ranks: Ranks, tmp_path: Path) -> None:
+    for case in adapter_cases(tmp_path):
+        raised = ranks.run(2, weights.merged_without_room, *case, str(tmp_path / "run"), failing)
+        assert (raised[failing], raised[1 - failing]) == ("MemoryError", "PeerError")
+        assert list((tmp_path / "run").iterdir()) == []

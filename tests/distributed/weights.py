@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 from offload.checkpoints.manager import CheckpointManager
 from offload.distributed.sharding import find_mesh, shard
-from offload.distributed.world import current
+from offload.distributed.world import PeerError, World, current
 from offload.engine.units import clean_name
+from offload.models.merging import MergedWeights
 from offload.models.shares import begin_files, empty_like, write_share
 from offload.models.source import find_source
 from offload.models.torchtune.building import build_as_the_base, fill_share
@@ -162,32 +164,111 @@ def huggingface_there_and_back(cases: list[tuple[str, str, torch.dtype]]) -> lis
     return results
 
 
-def adapted(
+def begin_adapted(
     model: dict[str, Any], checkpointer: dict[str, Any] | None, adapter: dict[str, Any] | None, out: str
-) -> dict[str, torch.Tensor]:
-    """An adapted model as a recipe begins it, whole; with an adapter that changes it, merged into ``out``."""
+) -> tuple[Any, CheckpointManager]:
+    """An adapted model as a recipe begins it, and the checkpoints of its run."""
     sections = [None if each is None else OmegaConf.create(each) for each in (model, checkpointer, adapter)]
     source: Any = find_source(*sections, Tokenizer(), CPU, torch.float32, len)  # type: ignore[arg-type]
     manager = CheckpointManager(source.format, out)
     world = current()
     torch.manual_seed(5)
     if world.size == 1:
-        parts = source.adapted(None, None)
-    else:
-        assert source.can_fill(adapts=True)
-        parts = source.empty_adapted(None, None)
-        shard(parts.module, parts.blocks(), find_mesh(world, CPU))
-        source.fill(parts, None, CPU)
+        return source.adapted(None, None), manager
+    assert source.can_fill(adapts=True)
+    parts = source.empty_adapted(None, None)
+    shard(parts.module, parts.blocks(), find_mesh(world, CPU))
+    source.fill(parts, None, CPU)
+    return parts, manager
+
+
+def adapted(
+    model: dict[str, Any],
+    checkpointer: dict[str, Any] | None,
+    adapter: dict[str, Any] | None,
+    out: str,
+    *,
+    trained: bool = False,
+    beside: bool = False,
+) -> dict[str, torch.Tensor]:
+    """An adapted model as a recipe begins it, whole; with an adapter that changes it, merged into ``out``.
+
+    Args:
+        model, checkpointer, adapter: sections of a configuration.
+        out: folder of the run.
+        trained: after a step.
+        beside: written while the model is in the middle of a forward, after another step.
+    """
+    parts, manager = begin_adapted(model, checkpointer, adapter, out)
     begun = whole_of(parts.module)
     with torch.no_grad():
         for name, param in parts.module.named_parameters():
             if "lora_" in name:
                 param.add_(0.25)
-    manager.save(
-        1,
-        model=parts.merged_weights(),
-        adapter=parts.adapter_weights(),
-        adapter_config=parts.adapter_config(),
-        recipe_state={},
-    )
+    optimizer = torch.optim.AdamW([param for param in parts.module.parameters() if param.requires_grad])
+    if trained:
+        step(parts, optimizer)
+    content = {
+        "model": parts.merged_weights(goes_on=beside),
+        "adapter": parts.adapter_weights(),
+        "adapter_config": parts.adapter_config(),
+        "recipe_state": {"optimizer": optimizer.state_dict()} if trained else {},
+    }
+    if not beside:
+        manager.save(1, **content)
+        return begun
+    begins = threading.Event()
+    gathered = MergedWeights.gathered
+
+    def late(self: MergedWeights, name: str, rank: int, world: World) -> Any:
+        begins.wait()
+        return gathered(self, name, rank, world)
+
+    def in_the_middle(*_: Any) -> None:
+        begins.set()
+        assert writer.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MergedWeights, "gathered", late)
+        writer = manager.save_beside(1, **content, snapshot=None, world=current().apart())
+        step(parts, optimizer)
+        inside = next(module for module in parts.blocks()[-1].modules() if not list(module.children()))
+        with inside.register_forward_pre_hook(in_the_middle):
+            step(parts, optimizer)
+        writer.result()
     return begun
+
+
+def merged_without_room(
+    model: dict[str, Any], checkpointer: dict[str, Any] | None, adapter: dict[str, Any] | None, out: str, failing: int
+) -> str:
+    """What a rank raises where one cannot make a weight."""
+    parts, manager = begin_adapted(model, checkpointer, adapter, out)
+    merged = parts.merged_weights(goes_on=True)
+    made = type(merged).made
+
+    def fail(self: MergedWeights, name: str, wholes: Any) -> torch.Tensor:
+        if wholes and current().rank == failing:
+            raise MemoryError("no room to merge")
+        return made(self, name, wholes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(merged), "made", fail)
+        writer = manager.save_beside(
+            1,
+            model=merged,
+            adapter=parts.adapter_weights(),
+            adapter_config=parts.adapter_config(),
+            recipe_state={},
+            snapshot=None,
+            world=current().apart(),
+        )
+        with pytest.raises((MemoryError, PeerError)) as raised:
+            writer.result()
+    return type(raised.value).__name__
+
+
+def step(parts: Any, optimizer: torch.optim.Optimizer) -> None:
+    parts.logits({"tokens": torch.arange(8).view(1, 8)}).float().pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -20,7 +20,8 @@ from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
 from offload.models.huggingface.model import HuggingFaceModel, save_pretrained
 from offload.models.huggingface.quantized import is_in_4bit, plain
-from offload.models.tensors import is_divided, whole
+from offload.models.merging import MergedWeights, kept
+from offload.models.tensors import is_divided
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -156,9 +157,8 @@ class AdaptedModel(HuggingFaceModel):
         config: dict[str, Any] = self._model.peft_config[ADAPTER].to_dict()
         return config
 
-    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
-        """The base model's weights with the adapter merged in, under its own names; each is made when it is asked for,
-        and the live model is not touched.
+    def merged_weights(self, *, goes_on: bool = False) -> MergedWeights:
+        """The base model's weights with the adapter merged in, under its own names.
 
         ``goes_on``: the adapter trains on while they are asked for, and is merged as it is now."""
         return _Merged(self._model, goes_on)
@@ -256,23 +256,27 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer))
 
 
-class _Merged(Mapping[str, Tensor]):
-    """Weights of a model under an adapter, merged one at a time."""
+class _Merged(MergedWeights):
+    """Weights of a model under an adapter."""
 
     def __init__(self, model: Any, goes_on: bool) -> None:
         from peft.utils.other import ModulesToSaveWrapper
 
         trained = [param for param in model.parameters() if goes_on and param.requires_grad]
-        self._now = {param: param.detach().to("cpu", copy=True) for param in trained}
-        self._of: dict[str, tuple[nn.Module, str]] = {}
-        self._adapted = {id(layer) for _, layer in _adapted(model)}
+        self._now = {param: kept(param) for param in trained}
+        # The layer to merge, if there is one, and the weight before. FSDP2 puts gathered weights into a layer while it
+        # runs: this is another one, of the same parameters.
+        self._of: dict[str, tuple[Any, str, Tensor]] = {}
+        adapted = {id(layer) for _, layer in _adapted(model)}
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
             if name.startswith(inside) and inside:
                 continue
             own_name = clean_name(name).removeprefix(_PREFIX)
-            if id(module) in self._adapted:
+            layer = None
+            if id(module) in adapted:
                 inside = (*inside, f"{name}.")
+                layer = copy.deepcopy(module, {id(param): param for param in module.parameters()})
                 owned: nn.Module = module.get_base_layer()
             elif isinstance(module, ModulesToSaveWrapper):
                 inside = (*inside, f"{name}.")
@@ -280,54 +284,46 @@ class _Merged(Mapping[str, Tensor]):
             else:
                 owned = module
             recurse = owned is not module
-            for attribute, _ in [*owned.named_parameters(recurse=recurse), *_persistent(owned, recurse)]:
-                source = module if id(module) in self._adapted else owned
-                self._of[f"{own_name}.{attribute}" if own_name else attribute] = (source, attribute)
+            for attribute, tensor in [*owned.named_parameters(recurse=recurse), *_persistent(owned, recurse)]:
+                self._of[f"{own_name}.{attribute}" if own_name else attribute] = layer, attribute, tensor
 
     @property
     def empty(self) -> dict[str, Tensor]:
-        """All of them on the meta device, without making one."""
         empty = {}
-        for name, (module, attribute) in self._of.items():
-            owner: Any = module.get_base_layer() if id(module) in self._adapted else module  # type: ignore[operator]
-            tensor = _get(owner, attribute)
+        for name, (_, _, tensor) in self._of.items():
             state = getattr(tensor, "quant_state", None)
             shown = tensor if state is None else state
             empty[name] = torch.empty(shown.shape, dtype=shown.dtype, device="meta")
         return empty
 
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(tensor.nbytes for tensor in self.empty.values())
+    def merged_from(self, name: str) -> list[Tensor]:
+        layer, _, _ = self._of[name]
+        return [] if layer is None else [self._now.get(param, param) for param in layer.parameters()]
 
-    def __getitem__(self, name: str) -> Tensor:
-        module, attribute = self._of[name]
-        if id(module) in self._adapted:
-            return _merged_layer(module, attribute, self._now)
-        value = _get(module, attribute)
-        value = self._now.get(value, value)
+    def made(self, name: str, wholes: Mapping[Tensor, Tensor]) -> Tensor:
+        layer, attribute, tensor = self._of[name]
+        if layer is not None:
+            params = {param: self._now.get(param, param) for param in layer.parameters()}
+            return _merged_layer(layer, attribute, {param: wholes[now] for param, now in params.items()})
+        value = self._now.get(tensor, tensor)
         return value if is_divided(value) else plain(value)  # a tied weight stays one object
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
 
 
 @torch.no_grad()
-def _merged_layer(layer: Any, attribute: str, now: Mapping[Tensor, Tensor]) -> Tensor:
-    """A tensor of an adapted layer's base as it is after merging, from a copy of the layer; parameters have the values
-    that ``now`` has for them."""
-    copied = copy.deepcopy(layer)
-    for live, own in zip(layer.parameters(), copied.parameters(), strict=True):
-        if live in now:
-            own.copy_(now[live])
-    for module in copied.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if is_divided(param):
-                setattr(module, name, nn.Parameter(whole(param.detach()), requires_grad=param.requires_grad))
+def _merged_layer(layer: Any, attribute: str, values: Mapping[Tensor, Tensor]) -> Tensor:
+    """A tensor of an adapted layer's base as it is after merging, from a copy of the layer.
+
+    Args:
+        layer: stays as it is.
+        attribute: name of the tensor.
+        values: of each parameter of the layer, whole, on any device.
+    """
+    own: dict[int, Any] = {}  # of the copy, in place of the layer's
+    for param, value in values.items():
+        if value is not param:
+            moved = value.detach().to(param.device, copy=True)
+            own[id(param)] = nn.Parameter(moved, requires_grad=param.requires_grad)
+    copied = copy.deepcopy(layer, own)
     if is_in_4bit(copied.get_base_layer()):
         return _merged_with_4bit(copied, attribute)
     _merge(copied)

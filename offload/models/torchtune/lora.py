@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
+from offload.engine.shards import local
 from offload.errors import UserError
 from offload.models.adapter import fitting_adapter
-from offload.models.tensors import whole
+from offload.models.merging import MergedWeights, kept
 from offload.models.torchtune.building import load_weights
 
 
@@ -120,19 +121,17 @@ def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear | DoRALinear))
 
 
-def merged_weights(model: nn.Module, *, goes_on: bool = False) -> Mapping[str, Tensor]:
-    """The model with its adapter merged in, by torchtune's names, on the CPU; each weight is made when it is asked
-    for, and the live model is not touched.
+def merged_weights(model: nn.Module, *, goes_on: bool = False) -> MergedWeights:
+    """The model with its adapter merged in, by torchtune's names; what is merged is on the CPU.
 
-    4-bit weights come out in the adapter's dtype. Where processes share the model, all of them ask for the same weights
-    in the same order, and each gets them whole.
+    4-bit weights come out in the adapter's dtype.
 
     ``goes_on``: the adapter trains on while they are asked for, and is merged as it is now.
     """
     return _Merged(model, goes_on)
 
 
-class _Merged(Mapping[str, Tensor]):
+class _Merged(MergedWeights):
     def __init__(self, model: nn.Module, goes_on: bool) -> None:
         adapter = adapter_weights(model)
         self._dtype = next(iter(adapter.values())).dtype
@@ -141,15 +140,25 @@ class _Merged(Mapping[str, Tensor]):
         self._params = {_plain(name): param.detach() for name, param in model.named_parameters()}
         self._names = [name for name in self._params if name not in adapter]
         if goes_on:
-            self._params |= {name: tensor.to("cpu", copy=True) for name, tensor in adapter.items()}
+            self._params |= {name: kept(tensor) for name, tensor in adapter.items()}
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._params:
-            raise KeyError(name)
+    def merged_from(self, name: str) -> list[Tensor]:
+        tensors = [self._params[each] for each in self._beside(name)]
+        return [self._params[name], *tensors] if tensors or is_nf4(local(self._params[name])) else []
+
+    def _beside(self, name: str) -> list[str]:
+        """Names of an adapter's tensors that change a weight."""
         module = name.removesuffix(".weight")
         beside = (f"{module}.{part}" for part in ("lora_a.weight", "lora_b.weight", "magnitude"))
-        weights = {each: self._whole(each) for each in (name, *beside) if each in self._params}
-        if len(weights) == 1:
+        return [each for each in beside if each in self._params]
+
+    def made(self, name: str, wholes: Mapping[Tensor, Tensor]) -> Tensor:
+        param = self._params[name]
+        if param not in wholes:
+            return param
+        beside = self._beside(name)
+        weights = {each: self.read(wholes[self._params[each]]) for each in (name, *beside)}
+        if not beside:
             return weights[name]
         from torchtune.modules.peft import get_merged_lora_ckpt
 
@@ -159,29 +168,17 @@ class _Merged(Mapping[str, Tensor]):
         result: Tensor = merged[name]
         return result
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
     @property
     def empty(self) -> dict[str, Tensor]:
         """All of them on the meta device, without making one."""
         params = ((name, self._params[name]) for name in self._names)
         return {
-            name: torch.empty(param.shape, dtype=self._dtype if is_nf4(param) else param.dtype, device="meta")
+            name: torch.empty(param.shape, dtype=self._dtype if is_nf4(local(param)) else param.dtype, device="meta")
             for name, param in params
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(tensor.nbytes for tensor in self.empty.values())
-
-    def _whole(self, name: str) -> Tensor:
-        tensor = whole(self._params[name])
-        return (tensor.to(self._dtype) if is_nf4(tensor) else tensor).cpu()
+    def read(self, part: Tensor) -> Tensor:
+        return (part.to(self._dtype) if is_nf4(part) else part.detach()).cpu()
 
 
 def is_nf4(tensor: Tensor) -> bool:

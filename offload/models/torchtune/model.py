@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.models.blocks import untied
+from offload.models.merging import MergedWeights
 from offload.models.size import Size, matmul_parameters
 from offload.models.torchtune import lora
 
@@ -97,5 +98,5 @@ class AdaptedTorchtuneModel(TorchtuneModel):
     def adapter_config(self) -> dict[str, Any]:
         return lora.adapter_config(self.module)
 
-    def merged_weights(self, *, goes_on: bool = False) -> Mapping[str, Tensor]:
+    def merged_weights(self, *, goes_on: bool = False) -> MergedWeights:
         return lora.merged_weights(self.module, goes_on=goes_on)

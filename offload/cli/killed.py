@@ -17,6 +17,9 @@ from offload.host_memory import kernel_killed, oom_kills, who_killed
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+_PATIENCE = 30
+"""Seconds that torchrun gives processes to end on SIGTERM (``PContext.close``); it tells whole seconds."""
+
 _SHARED = "; most often shared memory ran out (/dev/shm: docker run --shm-size)"
 
 
@@ -30,10 +33,10 @@ def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice:
     """
     told = [failure for failure in failures.values() if os.path.isfile(failure.error_file)]
     if told:
-        return max(told[0].exitcode, 1)
+        return next((failure.exitcode for failure in told if failure.exitcode > 0), 1)
     # torchrun looks at all of them at once, and the others may have followed the killed one by then.
-    # With SIGTERM it ends those that are left when one is gone.
-    first = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM} or failures
+    by_itself = {rank: failure for rank, failure in failures.items() if not _ended_by_torchrun(failure, failures)}
+    first = by_itself or failures
     killed = [(rank, failure) for rank, failure in first.items() if failure.exitcode < 0]
     if not killed:
         return min(first.values(), key=lambda failure: failure.timestamp).exitcode
@@ -53,6 +56,14 @@ def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice:
     if number in (signal.SIGKILL, signal.SIGBUS):
         return 2
     return 128 + number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 1
+
+
+def _ended_by_torchrun(failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> bool:
+    """Whether torchrun ended a process because another one was gone: with SIGTERM, or where that does not help, with
+    SIGKILL."""
+    if failure.exitcode == -signal.SIGKILL:
+        return failure.timestamp - min(each.timestamp for each in failures.values()) >= _PATIENCE - 1
+    return bool(failure.exitcode == -signal.SIGTERM)
 
 
 def advice_for(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], processes: int) -> list[str]:

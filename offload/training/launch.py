@@ -117,6 +117,8 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             recipe = recipe_class(settings, cfg)
         with _telling_peers(recipe):
             status = _run(recipe)
+            if status:
+                _ignore_torchrun()
             world.barrier()  # the main process writes to the end
         return status
     except NothingToDo as done:
@@ -129,7 +131,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         # While a recipe trains, signals go to its Interrupt: what comes here came before training or after it.
         from offload.training.settings import TrainSettings
 
-        saved = getattr(recipe, "saved", None)
+        saved = getattr(getattr(recipe, "saving", None), "newest", None)
         if not world.is_main:
             pass
         elif saved is not None:
@@ -190,9 +192,7 @@ def _telling_peers(recipe: object = None) -> Iterator[None]:
         watched = watch.active()
         if watched is None:
             raise
-        if threading.current_thread() is threading.main_thread():
-            # Torchrun sends it to the processes that are left, which are on their way out and close their logs.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_torchrun()
         if isinstance(error, PeerError):
             raise
         first = watched.cause(error)
@@ -204,6 +204,16 @@ def _telling_peers(recipe: object = None) -> Iterator[None]:
         if first.rank != watched.rank and not isinstance(error, KeyboardInterrupt):
             raise PeerError(first.status) from error
         raise
+
+
+def _ignore_torchrun() -> None:
+    """This process is on its way out: from here on it does not end of SIGTERM, which torchrun sends to those that are
+    left when the first has gone with another status than 0. They close their logs, and one that ended in the middle of
+    the last exchange would be missed by the others."""
+    from offload.distributed import watch
+
+    if watch.active() is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def quieten_libraries() -> None:

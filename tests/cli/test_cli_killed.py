@@ -17,9 +17,9 @@ from offload.host_memory import kernel_killed, who_killed
 RECIPE = "full_finetune_distributed"
 
 
-def failure(code: int, pid: int = 11) -> Any:
+def failure(code: int, pid: int = 11, at: int = 0, file: str = "/nowhere") -> Any:
     name = signal.Signals(-code).name if code < 0 else ""
-    return SimpleNamespace(error_file="/nowhere", exitcode=code, pid=pid, timestamp=0, signal_name=lambda: name)
+    return SimpleNamespace(error_file=file, exitcode=code, pid=pid, timestamp=at, signal_name=lambda: name)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,19 @@ def test_processes_that_torchrun_ends_are_not_what_ended_the_run(capsys: pytest.
     assert "error: rank 1 on " in capsys.readouterr().err
     assert status_of({0: failure(-signal.SIGTERM)}, 0, list) == 143
     assert "was ended by SIGTERM" in capsys.readouterr().err
+    slow = {1: failure(128 + signal.SIGTERM), 0: failure(-signal.SIGKILL, at=30)}
+    assert status_of(slow, 0, list) == 143 and not capsys.readouterr().err
+    killed_first = {1: failure(-signal.SIGKILL), 0: failure(-signal.SIGKILL, at=31)}
+    assert status_of(killed_first, 0, list) == 2
+    assert "error: rank 1 on " in capsys.readouterr().err
+
+
+def test_the_status_is_that_of_the_process_that_told(tmp_path: Path) -> None:
+    """torchrun may end it meanwhile."""
+    file = tmp_path / "error.json"
+    file.write_text("{}")
+    assert status_of({0: failure(-signal.SIGTERM, file=str(file)), 1: failure(2, file=str(file))}, 0, list) == 2
+    assert status_of({0: failure(-signal.SIGTERM, file=str(file)), 1: failure(2)}, 0, list) == 1
 
 
 def test_advice_that_fails_takes_nothing_away(

@@ -227,3 +227,15 @@ def test_a_reader_that_leaves_ends_nothing(workspace: Any, tmp_path: Path) -> No
     assert process.returncode == 0, process.stderr.read()
     assert "no reader any more" in process.stderr.read()
     assert folders(tmp_path / "run") == ["step_2", "step_4", "step_6"]
+
+
+def test_a_signal_while_the_logs_are_closed_tells_what_was_saved(
+    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offload.training.reporting.Reporter.close", interrupted)
+    result = workspace.run(tmp_path / "run", "max_steps_per_epoch=1")
+    assert result.status == 130
+    assert f"interrupted at the end; {tmp_path / 'run' / 'step_1'} is whole" in result.err

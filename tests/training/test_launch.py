@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -105,3 +107,30 @@ def test_a_folder_that_must_not_be_read_is_not_said_to_be_written() -> None:
     assert line is not None and line.startswith("no access to /models/theirs: Permission denied; ")
     line = _mendable(OSError(errno.ENOSPC, "No space left on device", "/runs/a"))
     assert line == "cannot write /runs/a: No space left on device; free space or choose another output_dir"
+
+
+def test_a_process_that_leaves_after_a_signal_is_not_ended_by_torchrun(config: str) -> None:
+    """Which sends SIGTERM to those that are left when the first is gone."""
+    code = """
+import os, signal, sys
+from offload.distributed.world import World
+from offload.training.launch import run_recipe
+from tests.training.test_launch import Recipe
+
+class Stopped(Recipe):
+    is_distributed = True
+
+    def train(self):
+        return 143
+
+World.barrier = lambda self: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(run_recipe(Stopped))
+"""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "--config", config]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **ranks, **where})
+    assert (done.returncode, done.stderr) == (143, "")

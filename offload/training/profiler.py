@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import DictConfig
@@ -122,11 +124,27 @@ def build_profiler(section: DictConfig | None, steps: int) -> Any:
     if section is None or not section.get("enabled", False):
         return None
     made = instantiate(section, **_within(section, steps))
-    profiler = made[0] if isinstance(made, tuple) else made  # torchtune's comes with its settings
+    profiler = made
+    if isinstance(made, tuple):  # torchtune's comes with its settings
+        profiler = made[0]
+        if isinstance(profiler, torch.profiler.profile) and profiler.on_trace_ready is not None:
+            profiler.on_trace_ready = _without_waiting(profiler.on_trace_ready)
     if isinstance(profiler, torch.profiler.profile) and profiler.experimental_config is None:
         # Otherwise it records the thread that started it, and what autograd does for that one.
         profiler.experimental_config = _ExperimentalConfig(profile_all_threads=True)
     return profiler
+
+
+def _without_waiting(write: Callable[[torch.profiler.profile], object]) -> Callable[[torch.profiler.profile], None]:
+    """torchtune's handler of traces, without its barrier: a process that fails in the middle of a trace would wait for
+    the others, who are in an exchange of the same group, and the others for one that has died."""
+
+    def alone(profiler: torch.profiler.profile) -> None:
+        rank = current().rank
+        with mock.patch("torchtune.training._profiler.get_world_size_and_rank", lambda: (1, rank)):
+            write(profiler)
+
+    return alone
 
 
 def _within(section: DictConfig, steps: int) -> dict[str, Any]:

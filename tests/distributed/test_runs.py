@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import yaml
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_recipes import differing, lines, run_distributed, run_on_rank, run_single, trained
 from tests.recipes.conftest import Workspace
-from tests.recipes.test_async_checkpoints import assert_equal, state_of
+from tests.recipes.test_async_checkpoints import assert_equal, models_differ, state_of
 
 HELD_OUT = ["evaluation.every_n_steps=2"]
 
@@ -267,11 +268,36 @@ def test_a_batch_of_another_size_is_told(unbroken: Path, ranks: Ranks, workspace
 def test_each_process_is_profiled(
     component: str, written: str, ranks: Ranks, workspace: Workspace, tmp_path: Path
 ) -> None:
-    """torchtune's lets them wait for each other."""
     schedule = "wait_steps: 1, warmup_steps: 1, active_steps: 1, num_cycles: 1, cuda: False, xpu: False"
     profiler = f"{{_component_: {component}, enabled: True, output_dir: '${{output_dir}}/profiles', {schedule}}}"
     run_distributed(ranks, workspace, 2, "full", tmp_path / "run", f"profiler={profiler}", "max_steps_per_epoch=4")
     assert len(list((tmp_path / "run" / "profiles").glob(written))) == 2
+
+
+def profiled_by_one(folder: str) -> None:
+    """The first process comes to the end of a trace, and the other does not."""
+    from omegaconf import OmegaConf
+
+    from offload.training.profiler import build_profiler
+
+    done = Path(folder) / "done"
+    if torch.distributed.get_rank() == 0:
+        steps = {"wait_steps": 0, "warmup_steps": 0, "active_steps": 1, "num_cycles": 1, "cuda": False, "xpu": False}
+        component = "torchtune.training.setup_torch_profiler"
+        section = {"_component_": component, "enabled": True, "output_dir": folder, **steps}
+        profiler = build_profiler(OmegaConf.create(section), 1)
+        profiler.start()
+        profiler.stop()
+        done.touch()
+    until = time.monotonic() + 20
+    while not done.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert done.exists()
+
+
+def test_no_process_waits_for_the_trace_of_another(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, profiled_by_one, str(tmp_path))
+    assert list(tmp_path.glob("iteration_*/*.json.gz"))
 
 
 # ---- signals and failures
@@ -284,15 +310,19 @@ def test_a_signal_to_one_process_saves_and_ends_all(ranks: Ranks, workspace: Wor
     assert "goes on from here" in results[0][1] and results[1][1] == ""
 
 
-def test_checkpoints_written_beside_training_are_the_same(ranks: Ranks, workspace: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_checkpoints_written_beside_training_are_the_same(
+    method: str, ranks: Ranks, workspace: Workspace, tmp_path: Path
+) -> None:
     overrides = ["max_steps_per_epoch=3", "save_every_n_steps=1", "keep_last_n=2", "evaluation=null"]
-    at_once = run_distributed(ranks, workspace, 2, "full", tmp_path / "at_once", *overrides)
+    at_once = run_distributed(ranks, workspace, 2, method, tmp_path / "at_once", *overrides)
     beside = run_distributed(
-        ranks, workspace, 2, "full", tmp_path / "beside", *overrides, "enable_async_checkpointing=True"
+        ranks, workspace, 2, method, tmp_path / "beside", *overrides, "enable_async_checkpointing=True"
     )
     assert [path.name for path in sorted(beside.glob("*step_*"))] == ["step_2", "step_3"]
     for step in (2, 3):
-        assert_equal(trained(beside, step), trained(at_once, step))
+        assert_equal(trained(beside, step, method), trained(at_once, step, method))
+        assert models_differ(at_once / f"step_{step}", beside / f"step_{step}") == []
         assert_equal(state_of(beside / f"step_{step}"), state_of(at_once / f"step_{step}"))
 
 

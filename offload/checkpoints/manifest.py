@@ -125,14 +125,22 @@ def difference(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | 
     return None
 
 
+_told: set[str] = set()
+
+
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a run's ``output_dir`` whose files are all there, in the order in which they were saved."""
+    """The checkpoints in a run's ``output_dir`` whose files are all there, in the order in which they were saved.
+
+    Of each of the others a line is told, once.
+    """
     found = []
-    for step, path in checkpoint_folders.step_folders(folder):
+    for step, path in sorted(checkpoint_folders.step_folders(folder)):
         try:
             found.append((read(path).sequence, step, path))
         except UserError as error:
-            logger.warning("skipped: %s", error)
+            if str(error) not in _told:
+                _told.add(str(error))
+                logger.warning("skipped: %s", error)
     return [path for _, _, path in sorted(found)]
 
 

@@ -89,7 +89,7 @@ _REASONS = {
     "weights in 4 bits are model.load_in_4bit, of the config hf_qlora": "load_in_8bit",
     "checkpoints are safetensors": "save_safetensors",
     "loss.num_output_chunks makes the logits chunk by chunk": "use_liger_kernel enable_liger_kernel liger_kernel",
-    "each checkpoint has a name of its own": "overwrite_output_dir",
+    "a run that does not resume begins anew in any output_dir": "overwrite_output_dir",
 }
 
 NOT_HERE = {theirs: reason for reason, names in _REASONS.items() for theirs in names.split()}

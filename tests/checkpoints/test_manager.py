@@ -1257,3 +1257,12 @@ def test_base_checkpoint_reads_omegaconf(base: Path) -> None:
 
     config = OmegaConf.create({"root": str(base), "checkpointer": section(Path("${root}"))})
     assert base_checkpoint.read_base(config.checkpointer).directory == base
+
+
+def test_what_is_no_checkpoint_is_told_once_in_the_order_of_steps(tmp_path: Path, caplog) -> None:
+    for step in (6, 10, 2):
+        (tmp_path / f"step_{step}").mkdir()
+    for _ in range(3):
+        assert checkpoint_manifest.whole_checkpoints(tmp_path) == []
+    told = [record.getMessage().partition(" is not")[0] for record in caplog.records]
+    assert told == [f"skipped: {tmp_path / f'step_{step}'}" for step in (2, 6, 10)]

@@ -43,6 +43,7 @@ from omegaconf.errors import (
 
 from offload import component as components
 from offload.component import LocalModuleError, nearest
+from offload.config import translation
 from offload.config.elsewhere import USUAL, component_here, key_here
 from offload.config.interpolation import (
     MISSING,
@@ -157,6 +158,8 @@ def check_config(cfg: DictConfig, schema: type) -> None:
     """
     problems: list[str] = []
     tree = resolved_tree(cfg, problems)
+    if translation.is_of_another_trainer(tree):
+        raise UserError("\n".join(translation.problems(tree)))
     referenced = referenced_keys(cfg)
     _check_section(tree, schema, (), referenced, problems)
     if problems:

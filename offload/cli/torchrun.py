@@ -159,6 +159,8 @@ def _ending_at_second_signal() -> Iterator[None]:
     def watch() -> None:
         with reader:
             numbers = [reader.recv(1), reader.recv(1)]  # nothing, once the other end is closed
+            while numbers[1] and numbers[1][0] == signal.SIGHUP:  # a terminal that is closed sends several
+                numbers[1] = reader.recv(1)
         if numbers[1]:
             _end_children(numbers[1][0])
             os._exit(128 + numbers[1][0])

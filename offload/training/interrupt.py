@@ -1,4 +1,4 @@
-"""Stopping a run in good order on Ctrl-C (SIGINT) or SIGTERM.
+"""Stopping a run in good order on Ctrl-C (SIGINT), SIGTERM, or when its terminal is closed (SIGHUP).
 
 The first signal only sets a flag: the recipe reads it at the end of each step, saves and leaves. The second
 one ends the process at once, even while the main thread is inside a long call into C++.
@@ -25,7 +25,7 @@ _ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """Context manager which turns SIGINT and SIGTERM into a flag.
+    """Context manager which turns SIGINT, SIGTERM and SIGHUP into a flag.
 
     .. code-block:: python
 
@@ -39,12 +39,13 @@ class Interrupt:
 
     The first signal sets :attr:`signum` and prints one line to standard error; the second one flushes the
     standard streams and ends the process with status ``128 + signum``, without cleaning up. Earlier handlers
-    come back when the block is left. A signal that the process was started to ignore (``nohup``, a
+    come back when the block is left. A terminal that is closed sends SIGHUP, and the shell in it another one: it is
+    never the second signal. A signal that the process was started to ignore (``nohup``, a
     background job of a script) stays ignored.
 
     Only the main thread can install handlers; in any other thread the block does nothing. Processes forked
-    inside the block (workers of a data loader) ignore SIGINT, because a terminal sends it to them too and
-    the step could not be finished without them, and end on SIGTERM as usual.
+    inside the block (workers of a data loader) ignore SIGINT and SIGHUP, because a terminal sends them to
+    these too and the step could not be finished without them, and end on SIGTERM as usual.
 
     Args:
         signals: the signals to take over.
@@ -52,7 +53,12 @@ class Interrupt:
             comes again within a second is a copy of the first.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM), *, world: World | None = None) -> None:
+    def __init__(
+        self,
+        signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+        *,
+        world: World | None = None,
+    ) -> None:
         self.signals = tuple(signals)
         self._world = World() if world is None else world
         self.signum: int | None = None
@@ -73,7 +79,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """The status to leave with: 130 after SIGINT, 143 after SIGTERM, 0 if there was no signal."""
+        """The status to leave with: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP, 0 if there was no signal."""
         signum = self._agreed or self.signum
         return 0 if signum is None else 128 + signum
 
@@ -133,7 +139,8 @@ class Interrupt:
             for number in numbers:
                 before, last = last, number
                 since, at = time.monotonic() - at, time.monotonic()
-                if number not in self._previous or (number == before and since < self._echo):
+                is_copy = number == before and since < self._echo
+                if number not in self._previous or is_copy or (seen and number == signal.SIGHUP):
                     continue
                 seen += 1
                 if seen > 1:
@@ -171,7 +178,7 @@ def _after_fork_in_child() -> None:
         return
     for interrupt in list(_active):
         for number in interrupt._previous:
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     # The wake-up socket is shared with the parent, which would take the child's signals for its own.
     signal.set_wakeup_fd(-1)
     _active.clear()

@@ -1,8 +1,8 @@
 """From the command line to a recipe's end: arguments, configuration, exit status.
 
-Exit status: 0 trained, or nothing left to train; 2 something that the user can mend, told in one line; 130 and 143
-after SIGINT and SIGTERM, with a checkpoint saved. A reader that leaves (``tune run … | head``) changes nothing: the run
-goes on, saves, and ends with the status that it would have had.
+Exit status: 0 trained, or nothing left to train; 2 something that the user can mend, told in one line; 130, 143 and
+129 after SIGINT, SIGTERM and SIGHUP, with a checkpoint saved. A reader that leaves (``tune run … | head``) changes
+nothing: the run goes on, saves, and ends with the status that it would have had.
 
 Of several processes that torchrun started for one recipe, the first that fails says so, and all end with its status.
 """

@@ -65,7 +65,7 @@ STEPS = """
 """
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_signal_lets_the_step_finish(signum: signal.Signals, status: int, start: Start) -> None:
     child = start(STEPS)
     child.send_signal(signum)
@@ -73,6 +73,16 @@ def test_one_signal_lets_the_step_finish(signum: signal.Signals, status: int, st
     assert out == f"saved after {int(signum)}\n"
     assert err.strip() == (f"{signum.name}: finishing the step and saving; once more to exit at once without saving")
     assert child.returncode == status
+
+
+def test_a_terminal_that_is_closed_is_no_second_signal(start: Start) -> None:
+    """The kernel and the shell each send it."""
+    child = start(STEPS)
+    for _ in range(3):
+        child.send_signal(signal.SIGHUP)
+        time.sleep(0.01)
+    out, _ = child.communicate(timeout=20)
+    assert (out, child.returncode) == (f"saved after {int(signal.SIGHUP)}\n", 129)
 
 
 def test_no_signal(start: Start) -> None:

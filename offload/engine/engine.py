@@ -630,11 +630,21 @@ def refuse_graphs(param: Tensor) -> None:
     while updates still read these."""
     if param.device.type != "cuda":
         return
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    compiled = trees is not None and trees.get_manager(param.device.index or 0, create_if_none_exists=False) is not None
-    if compiled or torch.cuda.is_current_stream_capturing():
+    if _has_compiled_graphs(param.device) or torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "gradients come out of a CUDA graph, which reuses their memory while the optimizer still reads it; compile "
             'without graphs (torch.compile(mode="default") or "max-autotune-no-cudagraphs"), do not capture backward, '
             "or use strategy=resident with update_in_backward=False"
         )
+
+
+def _has_compiled_graphs(device: torch.device) -> bool:
+    """Whether torch.compile has made CUDA graphs for a device."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    try:
+        return trees.get_manager(device.index or 0, create_if_none_exists=False) is not None
+    except AssertionError:
+        # Torch 2.11 keeps them by thread, and in one that it has made none for asserts that it has.
+        return False

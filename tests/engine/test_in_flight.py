@@ -342,6 +342,18 @@ def test_gradients_out_of_a_cuda_graph_are_refused(monkeypatch: pytest.MonkeyPat
     refuse_graphs(torch.zeros(1))
 
 
+def test_a_thread_that_torch_made_no_graphs_for_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 answers there."""
+
+    def get_manager(index: int, create_if_none_exists: bool) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    refuse_graphs(on_gpu)
+
+
 def test_a_learning_rate_in_device_memory_is_ordered_before_the_update_on_the_host(simulated: Any) -> None:
     model = Layers(3)
     lr = torch.full((), 1e-2)

@@ -7,11 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from offload.comparison import table
-from offload.comparison.runs import read_runs
+from offload.comparison.runs import Run, read_runs
 
 
 def by_name(lines: list[table.Line]) -> dict[tuple[str, str], list]:
@@ -117,3 +118,12 @@ def test_long_values_are_told_by_their_end(write) -> None:
 
 def test_letters_go_on_after_z() -> None:
     assert [table.letter_of(index) for index in (0, 25, 26, 52)] == ["A", "Z", "A2", "A3"]
+
+
+@pytest.mark.parametrize(("status", "told"), [("running", "killed"), ("done", "done"), (None, None)])
+def test_only_a_run_that_had_not_ended_was_killed(
+    status: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "is_left", lambda folder: True)
+    record = {} if status is None else {"status": status}
+    assert table._status(Run(Path("run"), [{"step": 1}], "run", record)) == told

@@ -49,6 +49,18 @@ def test_values_that_are_read_later_are_not_written_over(device: SimulatedAccele
                 ]
 
 
+def test_memory_of_values_that_were_read_is_used_again(
+    device: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device:
+        reader = LateReader(torch.device("cpu"))
+        made: list[int] = []
+        monkeypatch.setattr(reader._runtime, "empty_pinned", made.append)
+        for step in range(6):
+            assert reader.fetch({"loss": torch.full((), float(step))}).read() == {"loss": float(step)}
+        assert made == []
+
+
 def test_there_may_be_more_values_than_usual(device: SimulatedAccelerator) -> None:
     with device:
         reader = LateReader(torch.device("cpu"))

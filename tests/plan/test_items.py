@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from offload.plan import budget
-from offload.plan.budget import DEVICE, HOST, LOCKED, Item, Optimizer, on_accelerator, on_cpu
+from offload.plan.budget import DEVICE, HOST, LOCKED, Item, Optimizer, Sharding, on_accelerator, on_cpu
 from offload.plan.calibration import Costs
 from offload.plan.footprint import ACTIVATIONS, GRADIENTS, PARAMETERS, Footprint, Moment
 from offload.plan.prediction import STEP_SECONDS, predict_on_cpu
@@ -64,3 +66,65 @@ def test_parts_of_a_step_on_the_cpu() -> None:
     assert found.compute_seconds == pytest.approx(4 * compute)
     assert found.step_seconds == pytest.approx(4 * compute + 0.5 + STEP_SECONDS)
     assert found.tokens_per_second == pytest.approx(4 * 64 / found.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "weights", "gradients"),
+    [
+        # Two layers are whole at once; a layer's gradients, and once more in the dtype that is summed.
+        (Sharding(4, True, reduce_itemsize=2), 10 + 2 * 30, 10 + 2 * 30),
+        (Sharding(4, True, reduce_itemsize=4), 10 + 2 * 30, 10 + 3 * 30),
+        (Sharding(4, False, reduce_itemsize=2), 10 + 50 + 6, 10 + 2 * 30),
+        (Sharding(4, False, reduce_itemsize=8), 10 + 50 + 6, 10 + 4 * 30),
+        (Sharding(8, 2, reduce_itemsize=2), 10 + 2 * 30 + (50 + 6) // 2, 10 + 2 * 30),
+    ],
+)
+def test_what_is_gathered_beside_a_ranks_part(sharding: Sharding, weights: int, gradients: int) -> None:
+    assert sharding.gathered(10, [20, 30], embedding=6) == [
+        ("weights, gathered", weights), ("gradients, to be reduced", gradients)
+    ]  # fmt: skip
+
+
+def test_a_large_embeddings_backward_comes_when_the_layers_let_go() -> None:
+    def gradients(activations: int) -> int:
+        return Sharding(4).gathered(10, [20, 30], embedding=100, activations=activations)[1][1]
+
+    assert gradients(0) == 10 + (2 + 1 + 1) * 100 - 2 * 30
+    assert gradients(50) == gradients(0) - 50
+    assert gradients(400) == 10 + 2 * 30
+
+
+def test_one_rank_gathers_nothing_and_parts_are_rounded_up() -> None:
+    assert Sharding(1).gathered(10, [20]) == []
+    assert [Sharding(4).part(nbytes) for nbytes in (8, 9, 0)] == [2, 3, 0]
+
+
+def test_the_allocators_slack_has_a_limit() -> None:
+    items = on_accelerator(COUNTED, OPTIMIZER, weights=60 << 30, base=0, moved=0)
+    assert sizes(items, DEVICE)["slack of PyTorch's allocator"] == pytest.approx(0.85 * 1024, rel=1e-4)
+
+
+@pytest.mark.parametrize(("before", "is_early"), [(110, False), (111, True), (105, False)])
+def test_what_is_in_flight_counts_towards_the_fullest_moment(before: int, is_early: bool) -> None:
+    parts = {PARAMETERS: 30 * MIB, ACTIVATIONS: (before - 30) * MIB}
+    counted = Footprint(Moment(before * MIB, parts), COUNTED.stages, 0)
+    device = sizes(on_accelerator(counted, OPTIMIZER, weights=30 * MIB, base=0, moved=0), DEVICE)
+    assert device["activations"] == (before - 30 if is_early else 50) and ("gradients" in device) is not is_early
+
+
+def test_on_the_cpu_the_fuller_moment_counts() -> None:
+    early = Footprint(Moment(112 * MIB, {PARAMETERS: 30 * MIB, ACTIVATIONS: 82 * MIB}), COUNTED.stages, 0)
+    host = sizes(on_cpu(early, OPTIMIZER, weights=30 * MIB, base=0), HOST)
+    assert host["activations"] == 82 and "gradients" not in host
+
+
+def test_tensors_that_share_no_slabs_take_powers_of_two() -> None:
+    apart = dataclasses.replace(OPTIMIZER, locked={"gradients": [65 * MIB, 64 * MIB]}, in_slabs=False)
+    locked = sizes(on_accelerator(COUNTED, apart, weights=MIB, base=0, moved=0), LOCKED)
+    assert locked == {"gradients": 128 + 64}
+
+
+def test_a_card_without_room_for_weights_and_cuda_fits_nothing() -> None:
+    fixed = 29 * MIB + budget.CONTEXT
+    planned = budget.Budget(tuple(on_accelerator(COUNTED, OPTIMIZER, weights=29 * MIB, base=0, moved=0)))
+    assert planned.may_fit(fixed) and planned.may_fit(None) and not planned.may_fit(fixed - 1)

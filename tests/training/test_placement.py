@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from offload.config.loading import instantiate
 from offload.metrics import this_machine
 from offload.placing import Speeds
 from offload.plan.budget import DEVICE, HOST, IN_FLIGHT, LOCKED, STATES, Budget, Item
-from offload.plan.prediction import Prediction, Settings
+from offload.plan.prediction import Prediction, Settings, share_of_cpu
 from offload.plan.profile import Profile, write_profile
 from offload.plan.workload import GB, Machine
 from offload.training.budgeting import Plan
@@ -69,6 +70,8 @@ def test_the_cpu_may_help_where_its_bits_are_the_same_and_there_is_room_for_copi
 
     assert may(SECTION, None) and may(SECTION, 40 * GIB)
     assert not may(SECTION, 12 * GIB), "half of what is free has no room for the copies"
+    copies = share_of_cpu(2, SERVER, dataclasses.replace(settings, cpu_may_help=True)) * TRAINED * 2
+    assert not may(SECTION, PLAN.budget.host + int(1.9 * copies)) and may(SECTION, PLAN.budget.host + int(2.1 * copies))
     assert not may({**SECTION, "optimizer_class": "torch.optim.AdamW"}, None)
     mixed = {**SECTION, "param_groups": [{"params": ".*", "optimizer_class": "torch.optim.Muon"}]}
     assert not may(mixed, None)

@@ -116,6 +116,55 @@ class Device:
         self.events.append(complete(kind, name, stream, begin, end, device=0, stream=stream, correlation=number))
 
 
+def two_steps() -> list[dict[str, Any]]:
+    device = Device()
+    for begin in (0, 1000):
+        device.events.append(complete("user_annotation", f"ProfilerStep#{begin}", MAIN, begin, begin + 1000))
+        device.events.append(complete("cpu_op", f"{tracing.BACKWARD}: Mm", AUTOGRAD, begin + 200, begin + 300))
+        device.run(COMPUTE, MAIN, begin + 10, begin + 20, begin + 120)
+        device.events.append(mark("update layers.0: layers.0.w", WORKER, begin + 125, begin + 140))
+        device.run(UPDATE, WORKER, begin + 130, begin + 150, begin + 640)
+        device.events.append(mark("wait layers.0", MAIN, begin + 410, begin + 412))
+        device.run(COMPUTE, MAIN, begin + 420, begin + 645, begin + 700)
+    device.events.append(complete("user_annotation", "ProfilerStep#2000", MAIN, 2000, 2500))  # as a profiler that stops
+    return device.events
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_events_lie_in_a_trace_in_any_order(order: int, tmp_path: Path) -> None:
+    found = account(read_trace(write_trace(tmp_path / "trace.json", two_steps()[::order])))
+    assert found.steps == 2 and found.of_device
+    waited, paused = 2e-6, 220e-6  # the host while the stream had nothing, and then the stream
+    assert found.units == {"layers.0": UnitTime(exposed=pytest.approx(waited + paused), update=pytest.approx(490e-6))}
+
+
+def test_the_engines_own_kernels_are_not_what_computes(tmp_path: Path) -> None:
+    """However long they take, and wherever they are queued; what is queued in a wait is no work of a unit."""
+    device = Device()
+    device.events.append(complete("user_annotation", "ProfilerStep#9", MAIN, 0, 1000))
+    device.events.append(mark("update layers.0: layers.0.w", WORKER, 1, 9))
+    device.run(UPDATE, WORKER, 5, 10, 910)
+    device.run(COMPUTE, MAIN, 10, 20, 120)
+    device.events.append(mark("wait layers.1", MAIN, 30, 40))
+    device.run(COMPUTE, MAIN, 35, 120, 200)
+    device.run(COMPUTE, MAIN, 50, 200, 300)
+    found = account(read_trace(write_trace(tmp_path / "trace.json", device.events)))
+    assert found.exposed == 0 and found.units["layers.0"].update == pytest.approx(900e-6)
+
+
+def test_ranges_that_follow_each_other_at_once_do_not_lie_in_each_other(tmp_path: Path) -> None:
+    events = [
+        complete("user_annotation", "ProfilerStep#9", MAIN, 0, 1000),
+        mark("update layers.0", MAIN, 10, 20),
+        mark("update layers.1", MAIN, 20, 50),
+        mark("copy up layers.1", MAIN, 20, 30),
+    ]
+    found = account(read_trace(write_trace(tmp_path / "trace.json", events)))
+    assert {name: unit.exposed for name, unit in found.units.items()} == {
+        "layers.0": pytest.approx(10e-6), "layers.1": pytest.approx(30e-6)
+    }  # fmt: skip
+
+
 def test_a_pause_is_the_units_that_were_waited_for_in_it(tmp_path: Path) -> None:
     device = Device()
     events = device.events

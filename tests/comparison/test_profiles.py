@@ -147,3 +147,13 @@ def test_the_picture_stacks_a_bar_for_each_unit_and_run(tmp_path: Path) -> None:
     labels = [label.get_window_extent() for label in axes.get_xticklabels()]
     assert all(left.x1 <= right.x0 for left, right in zip(labels, labels[1:], strict=False))
     plt.close(figure)
+
+
+def test_units_are_told_by_what_they_expose_in_any_run_and_times_in_the_unit_of_the_longest() -> None:
+    runs = [
+        Account(1, 0.5, {"head": UnitTime(exposed=0.05), "embedding": UnitTime(exposed=0.01)}, True),
+        Account(1, 2.0, {"head": UnitTime(), "embedding": UnitTime(exposed=0.03)}, True),
+    ]
+    for known in (runs, runs[::-1]):
+        assert profiles.by_exposure(known) == ["head", "embedding"]
+        assert profiles.lines(known)[0].section == "exposed time per step (s)"

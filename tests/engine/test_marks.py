@@ -66,6 +66,7 @@ def test_a_name_is_taken_apart_as_it_was_put_together() -> None:
     for kind in KINDS:
         assert parse(mark(kind, "layers.3")) == Mark(kind, "layers.3")
         assert parse(PREFIX + mark(kind, "layers.3: layers.3.mlp.w1.weight")) == Mark(kind, "layers.3")
+    assert parse(mark("update", "a:b: a:b.weight")) == Mark("update", "a:b")
     assert parse("layers.3: update") is None and parse("aten::mm") is None and parse("waiting room") is None
 
 

@@ -14,7 +14,7 @@ ruff check .
 say "ruff format --check"
 ruff format --check .
 say "mypy offload"
-mypy offload
+MYPY_NUM_WORKERS=${MYPY_NUM_WORKERS:-2} mypy offload
 say "pytest"
 # One worker per core, one thread per worker: more threads than cores make every test slower.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -8,6 +8,7 @@ the others, and the recipes, see a model through ``offload.models.protocol`` and
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ class Import(NamedTuple):
     line: int
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package: dotted name to file."""
     found = {}

@@ -96,13 +96,14 @@ def use_of_this_process() -> Use:
     return Use(memory.rss, memory.vms)
 
 
-def allowance(use: Use) -> int:
+def allowance(use: Use, *, processes: int = 1) -> int:
     """Bytes that this process may have in memory in all, which has ``use`` now.
 
-    Of a limit of the address space (``ulimit -v``), what is mapped and not resident is gone.
+    Of a limit of the address space (``ulimit -v``), what is mapped and not resident is gone. What the host and the
+    control group have left is for all of ``processes`` that take as much as this one.
     """
     limit = _limit("RLIMIT_AS")
-    least = host_memory().usable + use.resident
+    least = host_memory().usable // processes + use.resident
     return least if limit is None else min(least, max(use.resident, limit - use.mapped + use.resident))
 
 

@@ -66,7 +66,9 @@ def _ended_by_torchrun(failure: ProcessFailure, failures: Mapping[int, ProcessFa
     return bool(failure.exitcode == -signal.SIGTERM)
 
 
-def advice_for(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], processes: int) -> list[str]:
+def advice_for(
+    recipe: registry.RecipeRef, config: Path, overrides: Sequence[str], processes: int, hosts: int
+) -> list[str]:
     """The budget of one process of a run, and what would save most of the host's memory.
 
     Args:
@@ -74,9 +76,11 @@ def advice_for(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str
         config: the file.
         overrides: of the command line.
         processes: of this host.
+        hosts: that have as many each.
     """
     from offload.cli.validate import recipe_class
     from offload.device import find_device
+    from offload.distributed.world import World
     from offload.host_memory import host_memory
     from offload.training.advice import Advisor, settings_of_file
     from offload.training.budgeting import process_of_a_run
@@ -85,5 +89,5 @@ def advice_for(recipe: registry.RecipeRef, config: Path, overrides: Sequence[str
     settings = settings_of_file(kind, config, overrides)
     device, _ = find_device(settings(()).device)
     room = host_memory().usable // max(1, processes)
-    advisor = Advisor(kind, settings, processes=processes)
+    advisor = Advisor(kind, settings, world=World(size=hosts * processes, local_size=processes))
     return advisor.lines(device, of_device=False, used=process_of_a_run(), room=room)

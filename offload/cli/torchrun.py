@@ -100,7 +100,7 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
             return 128 + int(signalled.sigval)
         except ChildFailedError as error:
             words = [as_override(word) for word in rest]
-            return status_of(error.failures, kills, lambda: advice_for(recipe, config, words, processes))
+            return status_of(error.failures, kills, lambda: advice_for(recipe, config, words, processes, hosts))
         except (RuntimeError, ValueError, RendezvousError) as error:
             raise UserError(f"torchrun: {_mended(error, arguments, hosts)}") from error
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from offload.device import DTYPES, total_memory
 from offload.distributed.world import World
 from offload.errors import UserError
 from offload.host_memory import allowance, use_of_this_process
-from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, readable
+from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Sharding, readable
+from offload.plan.collectives import system_of
+from offload.plan.machines import card_named
 from offload.plan.prediction import Prediction
 from offload.plan.workload import Machine
 from offload.training.budgeting import Plan, Planner
 from offload.training.changes import cheaper, cost, keys_of
-from offload.training.dividing import least
+from offload.training.dividing import Division, divisions, least
 from offload.training.placement import Room
 from offload.training.predicting import Predictor
 from offload.training.ranking import applied
@@ -39,6 +42,9 @@ NO_TIME = 0.005
 OF_DEVICE, OF_HOST = 0.05, 0.1
 """Shares by which plans can be too low, docs/planning.md. What is enough leaves so much of the room, and so much of
 what did not fit, however little that was planned to be."""
+
+
+ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -92,16 +98,24 @@ class Advisor:
     Args:
         recipe: its class.
         settings: the run's, with more overrides.
-        processes: that train one model together.
+        world: of the processes that train one model together.
+        division: of the model among them, where the settings leave it open and the run has chosen.
 
     Attributes:
         dtype: of the parameters.
     """
 
-    def __init__(self, recipe: Any, settings: Callable[[Sequence[str]], TrainSettings], *, processes: int = 1) -> None:
+    def __init__(
+        self,
+        recipe: Any,
+        settings: Callable[[Sequence[str]], TrainSettings],
+        *,
+        world: World = ALONE,
+        division: Division | None = None,
+    ) -> None:
         self._recipe, self._settings = recipe, settings
         self.dtype = DTYPES[settings(()).dtype]
-        self._world = World(size=processes, local_size=processes)
+        self._world, self._division = world, division
 
     def lines(self, device: torch.device, *, of_device: bool, used: int, room: int | None) -> list[str]:
         """The run's budget, what would save most, and what would be enough.
@@ -110,7 +124,7 @@ class Advisor:
             device: where it trains.
             of_device: the accelerator's memory ran out, and not the host's.
             used: bytes of the host that the process takes before its model.
-            room: bytes that there are of what ran out; None where nobody knows.
+            room: bytes that there are of what ran out for this process; None where nobody knows.
 
         Raises:
             UserError: the run cannot be planned.
@@ -124,9 +138,11 @@ class Advisor:
 
         whole = budget(())
         total = whole.of(*places)
-        kind = "device" if of_device else "host"
-        title = f"this run takes {readable(total)} of the {kind}'s memory at its fullest moment"
-        lines = [f"{title}, where it can have {readable(room)}:" if room is not None else f"{title}:", *whole.lines()]
+        lines = [f"{self._title(total, room, of_device=of_device)}:", *whole.lines()]
+        if self._world.size > 1:
+            world = dataclasses.replace(self._world, size=2 * self._world.size)
+            less = self._plan(device, settings, least(settings, world)).budget.of(*places)
+            lines.append(f"on twice as many hosts each process takes {readable(less)} of it")
         savings = self._savings(settings, budget, total, places)
         best = self._best(savings)
         told = best[:TOLD]
@@ -150,14 +166,34 @@ class Advisor:
             lines.append("no combination of them is enough: take a smaller model, or more memory")
         return lines
 
+    def _title(self, total: int, room: int | None, *, of_device: bool) -> str:
+        """What the run takes; of the host, what all of its processes there take."""
+        kind, beside = "device" if of_device else "host", self._world.local_size
+        who = "this run" if self._world.size == 1 else f"each of {self._world.size} processes"
+        line = f"{who} takes {readable(total)} of the {kind}'s memory at its fullest moment"
+        if room is not None:
+            line += f", where it can have {readable(room)}"
+        if beside == 1 or of_device:
+            return line
+        of_all = "" if room is None else f" of {readable(beside * room)}"
+        return f"{line} ({readable(beside * total)}{of_all} for the {beside} of a host)"
+
+    def _sharding(self, changed: TrainSettings) -> Sharding:
+        if self._division is not None and self._division in divisions(changed, self._world):
+            return self._division.sharding(changed, self._world)
+        return least(changed, self._world)
+
+    def _plan(self, device: torch.device, settings: TrainSettings, sharding: Sharding) -> Plan:
+        return self._planner.plan(settings, device, DTYPES[settings.dtype], sharding=sharding)
+
     def _plans(self, device: torch.device, used: int) -> Callable[[Sequence[str]], Plan]:
         """Plans the run with overrides; arguments as of :meth:`lines`."""
-        planner = self._planner = Planner(used, adapts=self._recipe.adapts)
+        self._planner = Planner(used, adapts=self._recipe.adapts)
 
         @functools.cache
         def plan(changes: tuple[str, ...]) -> Plan:
             changed = self._settings(changes)
-            return planner.plan(changed, device, DTYPES[changed.dtype], sharding=least(changed, self._world))
+            return self._plan(device, changed, self._sharding(changed))
 
         return lambda changes: plan(tuple(changes))
 
@@ -170,12 +206,18 @@ class Advisor:
 
         @functools.cache
         def predicted(changes: tuple[str, ...]) -> Prediction | None:
-            if self._world.size > 1:
-                return None
+            if self._world.local_size < self._world.size:
+                return None  # nothing here tells how fast the network is
             try:
                 changed = self._settings(changes)
                 room = Room() if device.type == "cpu" else Room(total_memory(device))
-                found = predictor.predict_here(changed, plans(changes), device, DTYPES[changed.dtype], room)
+                plan, dtype = plans(changes), DTYPES[changed.dtype]
+                if self._world.size == 1:
+                    found = predictor.predict_here(changed, plan, device, dtype, room)
+                else:
+                    found = predictor.predict_ranks_here(
+                        changed, plan, device, self._sharding(changed), dtype, room, processes=self._world.size
+                    )
             except Exception:  # the memory that is short, or a part that cannot be traced
                 return None
             return found and found[0]
@@ -213,8 +255,13 @@ class Advisor:
             used: as of :meth:`lines`.
             room: of the machine.
         """
-        plan = self._plans(device, used)(())
-        found = Predictor(self._planner).predict(self._settings(()), plan, machine, self.dtype, room)
+        settings, plan = self._settings(()), self._plans(device, used)(())
+        predictor = Predictor(self._planner)
+        if self._world.size == 1:
+            return predictor.predict(settings, plan, machine, self.dtype, room).step_seconds
+        system = system_of(machine, card_named(machine.name))
+        sharding, processes = self._sharding(settings), self._world.size
+        found = predictor.predict_ranks(settings, plan, system, sharding, self.dtype, room, processes=processes)
         return found.step_seconds
 
     def _is_valid(self, changes: Sequence[str]) -> bool:
@@ -263,6 +310,16 @@ class Advisor:
         return None
 
 
+def advisor_of(recipe: Any, settings: Callable[[Sequence[str]], TrainSettings]) -> Advisor:
+    """Of a run that has begun.
+
+    Args:
+        recipe: a :class:`offload.training.finetune.FinetuneRecipe`.
+        settings: its own, with more overrides.
+    """
+    return Advisor(type(recipe), settings, world=recipe.world, division=getattr(recipe, "division", None))
+
+
 def of_host_memory(recipe: Any) -> list[str]:
     """What a run takes of the host's memory and what would save most, before it begins; nothing where it cannot be
     planned.
@@ -270,22 +327,24 @@ def of_host_memory(recipe: Any) -> list[str]:
     Args:
         recipe: a :class:`offload.training.finetune.FinetuneRecipe` that knows its device.
     """
-    world = recipe.world
-    there_is = room(recipe.device, of_device=False) // max(1, world.local_size)
+    there_is = room(recipe.device, recipe.world, of_device=False)
     try:
-        advisor = Advisor(type(recipe), functools.partial(applied, recipe.settings), processes=world.size)
+        advisor = advisor_of(recipe, functools.partial(applied, recipe.settings))
         return advisor.lines(recipe.device, of_device=False, used=recipe.memory_before, room=there_is)
     except Exception:
         return []
 
 
-def room(device: torch.device, *, of_device: bool) -> int:
-    """Bytes that a run may have in all of the accelerator's memory or of the host's; asked while it still has its own.
+def room(device: torch.device, world: World, *, of_device: bool) -> int:
+    """Bytes that a process may have in all of the accelerator's memory or of the host's; asked while it still has its
+    own.
 
     Args:
         device: where it trains.
+        world: of its processes. Those of a host, which all take the same, share what the host or the control group has
+            left for them.
         of_device: the accelerator's memory is meant.
     """
     if of_device and device.type != "cpu":
         return total_memory(device)
-    return allowance(use_of_this_process())
+    return allowance(use_of_this_process(), processes=max(1, world.local_size))

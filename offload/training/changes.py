@@ -12,6 +12,8 @@ COSTS = {
     "tokenizer.max_seq_len": "longer samples are cut, and packs hold less",
     "loss.num_output_chunks": "smaller products in the loss",
     "clip_grad_norm": "gradients are not clipped",
+    "reshard_after_forward": "each layer's weights are gathered again in backward",
+    "reduce_dtype": "sums of gradients are rounded",
     "optimizer": "states come and go over the link, behind the computation where it is long enough",
     "optimizer.optimizer_class": "states in 8 bits: within the noise of training runs, not the same numbers",
     "optimizer.strategy": "states come and go over the link, behind the computation where it is long enough",
@@ -53,6 +55,10 @@ def cheaper(settings: TrainSettings) -> Iterator[list[str]]:
     """Overrides that take less memory, those that cost least first."""
     optimizer = settings.optimizer
     is_ours = str(optimizer["_component_"]).rpartition(".")[2] == "OffloadOptimizer"
+    if getattr(settings, "reduce_dtype", None) == "fp32" and settings.dtype == "bf16":
+        yield ["reduce_dtype=bf16"]
+    if getattr(settings, "reshard_after_forward", True) is not True:
+        yield ["reshard_after_forward=True"]
     if "num_output_chunks" in settings.loss:
         yield [f"loss.num_output_chunks={4 * int(settings.loss.num_output_chunks)}"]
     if is_ours:

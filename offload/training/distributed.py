@@ -47,7 +47,8 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
 
     is_distributed: ClassVar[bool] = True
     settings: DistributedSettings
-    _divided: Division | None = None
+    division: Division | None = None
+    """of the model among the processes, once it is divided"""
 
     @classmethod
     def check(cls, settings: TrainSettings, *, notes: list[str] | None = None) -> tuple[torch.device, torch.dtype, str]:
@@ -86,15 +87,15 @@ class DistributedFinetuneRecipe(FinetuneRecipe):
 
     @property
     def sharding(self) -> Sharding:
-        if self._divided is None:
+        if self.division is None:
             return least(self.settings, self.world)
-        return self._divided.sharding(self.settings, self.world)
+        return self.division.sharding(self.settings, self.world)
 
     def divide(self) -> None:
         """Leave each process its part of the model's parameters, on its device; with their values, if it has none."""
         if self.world.size == 1:
             return
-        settings, self._divided = self.settings, (division := self._division())
+        settings, self.division = self.settings, (division := self._division())
         mesh = find_mesh(self.world, self.device, replicate=division.replicate)
         try:
             shard(

@@ -44,7 +44,7 @@ from offload.training.launch import NothingToDo
 from offload.training.loss import SummedLoss
 from offload.training.optimizer import check_resumed, evaluation_weights, set_mode
 from offload.training.out_of_memory import record_for_snapshot, tell_of_a_kill
-from offload.training.page_locking import telling_refusals
+from offload.training.page_locking import PageLocking
 from offload.training.placement import measured_speeds
 from offload.training.preflight import check_run
 from offload.training.profiler import build_profiler
@@ -105,6 +105,7 @@ class FinetuneRecipe:
         self.is_profiling = False
         self._fails_everywhere = False
         self.memory_before = use_of_this_process().resident
+        self.page_locking = PageLocking(self)
 
     adapts: ClassVar[bool] = False
     """An adapter trains, and not the whole model."""
@@ -287,7 +288,7 @@ class FinetuneRecipe:
         named = [(clean_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.params = [param for _, param in named]
         speeds = measured_speeds(settings.optimizer, self.device, self.dtype)
-        with telling_refusals(self):
+        with self.page_locking.watched():
             self.optimizer = instantiate(settings.optimizer, named, **speeds)
         # An optimizer that works on while the next step begins lets each layer's forward wait for its own update.
         if hasattr(self.optimizer, "attach"):
@@ -300,13 +301,14 @@ class FinetuneRecipe:
         self.lr_scheduler = build_scheduler(settings.lr_scheduler, self.optimizer, self.total_steps)
         if (warning := warm_up_note(settings.lr_scheduler, self.total_steps)) is not None:
             say(f"warning: {warning}")
-        if resumed:
-            state = resumed.recipe_state
-            check_resumed(state["config"], self.cfg, self.optimizer)
-            assert self.resumed_from is not None
-            put_back(state, self.optimizer, self.lr_scheduler, self.resumed_from)
-        set_mode(self.optimizer, "train")
-        self.saving.prepare(self.optimizer)
+        with self.page_locking.watched():
+            if resumed:
+                state = resumed.recipe_state
+                check_resumed(state["config"], self.cfg, self.optimizer)
+                assert self.resumed_from is not None
+                put_back(state, self.optimizer, self.lr_scheduler, self.resumed_from)
+            set_mode(self.optimizer, "train")
+            self.saving.prepare(self.optimizer)
 
     def setup_reporting(self, resumed: Loaded | None) -> None:
         """Profiler, metrics and progress; last, the random state of the checkpoint."""
@@ -498,6 +500,7 @@ class FinetuneRecipe:
         reporter = self.reporter
         assert reporter is not None
         self.is_between_steps = True
+        self.page_locking.tell()
         self.saving.look()
         is_last = self.global_step == self.total_steps
         ends_epoch = self.step_in_epoch == self.steps_per_epoch
@@ -539,7 +542,8 @@ class FinetuneRecipe:
         backward, unless the optimizer updates in backward.
         """
         try:
-            yield
+            with self.page_locking.watched():
+                yield
         except NotFiniteError:
             self.saving.finish_before_stopping()
             raise

@@ -302,15 +302,15 @@ def _tell_of_memory(error: Exception, recipe: Any, path: Path, overrides: Sequen
     lines = [SHORT_OF_DEVICE if found.of_device else SHORT_OF_HOST]
     if hasattr(recipe, "memory_before"):  # it trains
         with contextlib.suppress(Exception):
-            from offload.training.advice import Advisor, room, settings_of_file
+            from offload.training.advice import advisor_of, room, settings_of_file
 
             if found.of_device and recipe.settings.memory_snapshot:
                 path_of_snapshot = write_snapshot(recipe.device, recipe.output_dir)
                 if path_of_snapshot is not None:
                     print(f"memory snapshot: {path_of_snapshot}, for https://pytorch.org/memory_viz", file=sys.stderr)
-            there_is = room(recipe.device, of_device=found.of_device)
+            there_is = room(recipe.device, recipe.world, of_device=found.of_device)
             settings = settings_of_file(type(recipe), path, overrides)
-            advisor = Advisor(type(recipe), settings, processes=recipe.world.size)
+            advisor = advisor_of(recipe, settings)
             device, used = recipe.device, recipe.memory_before
             release(recipe, error)
             lines = advisor.lines(device, of_device=found.of_device, used=used, room=there_is)

@@ -19,43 +19,50 @@ from offload.metrics.lines import say
 from offload.metrics.this_machine import machine_here, pageable_share
 from offload.plan.budget import readable
 from offload.plan.workload import Machine
-from offload.training.advice import Advisor
+from offload.training.advice import Advisor, advisor_of
 from offload.training.placement import Room
 from offload.training.ranking import applied
 
 
-@contextlib.contextmanager
-def telling_refusals(recipe: Any) -> Iterator[None]:
-    """Around what makes a run's optimizer: page-locking that is refused is told in one line, with what it costs.
+class PageLocking:
+    """Page-locking of a run: what is refused is told once, in one line, with what it costs.
 
     Args:
-        recipe: a :class:`offload.training.finetune.FinetuneRecipe`, which has its optimizer afterwards.
+        recipe: a :class:`offload.training.finetune.FinetuneRecipe`, which has its optimizer when this tells of it.
     """
-    with _noting_refusals() as refused:
-        yield
-    if refused:
-        advisor = Advisor(type(recipe), functools.partial(applied, recipe.settings), processes=recipe.world.size)
+
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+        self._refused: list[PageLockWarning] = []
+        self._is_told = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, refused page-locking is noted in place of a warning; it is told afterwards, or by :meth:`tell`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", PageLockWarning)
+            show = warnings.showwarning
+
+            def note(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+                if isinstance(message, PageLockWarning):
+                    self._refused.append(message)
+                else:
+                    show(message, category, *rest, **options)
+
+            warnings.showwarning = note
+            yield
+        self.tell()
+
+    def tell(self) -> None:
+        """Of what was refused until here: not in a hook, where it is refused, since a plan takes seconds."""
+        if not self._refused or self._is_told:
+            return
+        self._is_told = True
+        recipe = self._recipe
+        advisor = advisor_of(recipe, functools.partial(applied, recipe.settings))
         report = recipe.optimizer.memory_report()
-        line = told(refused[0], report, advisor, recipe.device, used=recipe.memory_before)
+        line = told(self._refused[0], report, advisor, recipe.device, used=recipe.memory_before)
         say(f"warning: {line}", stream=sys.stderr)
-
-
-@contextlib.contextmanager
-def _noting_refusals() -> Iterator[list[PageLockWarning]]:
-    """Inside, refused page-locking is noted in place of a warning."""
-    refused: list[PageLockWarning] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", PageLockWarning)
-        show = warnings.showwarning
-
-        def note(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
-            if isinstance(message, PageLockWarning):
-                refused.append(message)
-            else:
-                show(message, category, *rest, **options)
-
-        warnings.showwarning = note
-        yield refused
 
 
 def told(

@@ -99,7 +99,7 @@ def test_advice_that_fails_takes_nothing_away(
 def test_the_budget_is_that_of_one_process_in_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     path: Path = registry.our_configs()["tiny_llama_offload_distributed"]
     words = ["device=cpu", "checkpointer.checkpoint_dir=/nowhere", "batch_size=16", "loss=torch.nn.CrossEntropyLoss"]
-    lines = advice_for(registry.find_recipe(RECIPE), path, words, 2)
+    lines = advice_for(registry.find_recipe(RECIPE), path, words, 2, 1)
     assert "of the host's memory at its fullest moment, where it can have " in lines[0]
     assert any(line.startswith("host ") and "weights" in line for line in lines)
     assert "what saves most, one by one:" in lines and any("batch_size=" in line for line in lines)

@@ -20,20 +20,26 @@ from offload.cli import registry
 from offload.cli.validate import load_recipe
 from offload.distributed.world import World
 from offload.errors import first_line, raise_shortage
+from offload.host_memory import HostMemory, Use
 from offload.metrics.this_machine import machine_of
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
+from offload.plan.collectives import system_of
+from offload.plan.machines import machine_of_card
+from offload.plan.prediction import Prediction
 from offload.plan.profile import Profile, write_profile
 from offload.plan.replay import replay
 from offload.plan.workload import LLAMA2_7B, MACHINES
 from offload.tiny import register_resolvers
-from offload.training.advice import Advisor, of_host_memory, settings_of_file
+from offload.training.advice import Advisor, of_host_memory, room, settings_of_file
 from offload.training.budgeting import Planner
+from offload.training.dividing import least
 from offload.training.out_of_memory import record_for_snapshot, shortage, tell_of_a_kill, write_snapshot
 from offload.training.predicting import Predictor
 
 ROOT = Path(__file__).parents[2]
 FP32 = torch.float32
+GIB = 2**30
 CPU = torch.device("cpu")
 RECIPE = "full_finetune_single_device"
 WORDS = ("device=cpu", "max_steps_per_epoch=2", "evaluation=null", "metric_logger=null", "batch_size=32",
@@ -278,3 +284,66 @@ def test_a_run_after_one_that_the_kernel_killed_is_told_what_takes_less() -> Non
     assert any("  batch_size=1 " in line for line in lines)
     run.settings = None
     assert of_host_memory(run) == []
+
+
+# ---- several processes
+
+
+def of_several(world: World, *overrides: str) -> Advisor:
+    recipe = load_recipe(registry.find_recipe("full_finetune_distributed").path).FullFinetuneRecipeDistributed
+    words = ("checkpointer.checkpoint_dir=/nowhere", "model.embed_dim=512", "dtype=bf16",
+             "optimizer.optimizer_class=offload.optim.AdamW", *overrides)  # fmt: skip
+    load = settings_of_file(recipe, registry.our_configs()["tiny_llama_offload_distributed"], words)
+    return Advisor(recipe, load, world=world)
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that took 1 GiB each have what is left among them, and each what it has."""
+    register_resolvers()
+    left = HostMemory(64 * GIB, 48 * GIB, 16 * GIB, 8 * GIB, None, False)
+    monkeypatch.setattr("offload.host_memory.host_memory", lambda: left)
+    monkeypatch.setattr("offload.host_memory._limit", lambda name: None)
+    monkeypatch.setattr("offload.training.advice.use_of_this_process", lambda: Use(GIB, 2 * GIB))
+    assert room(CPU, World(size=4, local_size=4), of_device=False) == 8 * GIB // 4 + GIB
+    assert room(CPU, World(size=8, local_size=2), of_device=False) == 8 * GIB // 2 + GIB
+    assert room(CPU, World(), of_device=False) == 9 * GIB
+    lines = of_several(World(size=4, local_size=2), "device=cpu").lines(CPU, of_device=False, used=2**28, room=2**28)
+    found = re.match(
+        r"each of 4 processes takes ([\d.]+) GiB of the host's memory at its fullest moment, where it can have 0.25 "
+        r"GiB \(([\d.]+) GiB of 0.50 GiB for the 2 of a host\):$", lines[0])  # fmt: skip
+    assert found and float(found[2]) == pytest.approx(2 * float(found[1]), abs=0.011)
+    assert any(line.startswith("on twice as many hosts each process takes 0.") for line in lines)
+
+
+def test_what_overrides_cost_several_processes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closed form of all of them; weights that are gathered again take more of a slow bus."""
+    register_resolvers()
+    card = find_card("RTX 3060")
+    machine = dataclasses.replace(machine_of_card(card, cards=4), up=2e9, down=2e9)
+    monkeypatch.setattr("offload.training.predicting.machine_here", lambda *_, **__: (machine, "told by a test"))
+    monkeypatch.setattr("offload.training.advice.total_memory", lambda device: card.memory)
+    cuda, world = torch.device("cuda"), World(size=4, local_size=4)
+    monkeypatch.setattr(Advisor, "_is_valid", lambda *_: True)  # there is no such device here
+    words = ("reshard_after_forward=False", "device=cuda", "model.num_layers=12", "loss.num_output_chunks=8")
+    lines = of_several(world, *words).lines(cuda, of_device=True, used=0, room=2**28)
+
+    def predicted(*more: str) -> Prediction:
+        run = of_several(world, *words, *more)
+        settings = run._settings(())
+        planner = Planner(0, adapts=False)
+        sharding = least(settings, world)
+        plan = planner.plan(settings, cuda, torch.bfloat16, sharding=sharding)
+        system = system_of(machine, card)
+        return Predictor(planner).predict_ranks(settings, plan, system, sharding, torch.bfloat16, processes=4)
+
+    before, after = predicted(), predicted("reshard_after_forward=True")
+    share = before.tokens_per_second / after.tokens_per_second - 1
+    assert share > 0.05
+    (line,) = [line for line in lines if "  reshard_after_forward=True " in line]
+    assert (
+        f"{1000 * share * before.step_seconds:+,.0f} ms a step ({share:+.0%}); each layer's weights are gathered"
+        in line
+    )
+    hosts = of_several(World(size=8, local_size=4), *words).lines(cuda, of_device=True, used=0, room=2**28)
+    (line,) = [line for line in hosts if "  reshard_after_forward=True " in line]
+    assert " ms a step" not in line, "nobody knows their network"

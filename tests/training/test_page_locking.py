@@ -20,7 +20,7 @@ from offload.plan.workload import GB, MACHINES
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training import page_locking
 from offload.training.advice import Advisor, settings_of_file
-from offload.training.page_locking import slowed, telling_refusals, told
+from offload.training.page_locking import PageLocking, slowed, told
 from offload.training.ranking import applied
 from tests.conftest import play_device  # type: ignore[import-not-found]
 from tests.training.test_advice import recipe_class, registry  # type: ignore[import-not-found]
@@ -113,7 +113,52 @@ def test_a_machine_that_locks_less_trains_and_reports_it(lockable: int, monkeypa
         optimizer.synchronize()
 
 
+class _Run:
+    """What page-locking asks a recipe for."""
+
+    settings, memory_before, device = None, 0, CUDA
+    world = SimpleNamespace(size=1)
+    optimizer: Any = None
+
+
+def test_what_is_refused_after_construction_is_told_in_the_same_form(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gradients that are added to others are staged in memory of backward's: the hook plans nothing, and the step's end
+    tells, once."""
+    broken: Any = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(page_locking, "advisor_of", lambda *_: broken)
+    monkeypatch.setattr(page_locking, "host_memory", lambda: replace(HOST, is_wsl=True))
+    run = _Run()
+    locking = PageLocking(run)
+    with SimulatedAccelerator(lockable=6 * 2**20) as simulator:
+        play_device(monkeypatch, simulator)
+        model = nn.Linear(512, 512)
+        with locking.watched():
+            run.optimizer = OffloadOptimizer(model.parameters(), strategy="stream", offload_gradients=True, lr=1e-3)
+        assert not capsys.readouterr().err, "the states were locked"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PageLockWarning)
+            with locking.watched():
+                lines = []
+                for _ in range(2):
+                    with run.optimizer.accumulate():
+                        model(torch.ones(1, 512)).sum().backward()
+                    model(torch.ones(1, 512)).sum().backward()
+                    assert not capsys.readouterr().err
+                    run.optimizer.step()
+                    locking.tell()
+                    lines.append(capsys.readouterr().err)
+        told, again = lines
+        share = f"{readable(6 * 2**20)} of {readable(8 * 2**20)}"
+        assert told.startswith(f"warning: {share} of the optimizer's host memory could be page-locked (")
+        assert "no more memory can be page-locked)" in told and "This is WSL 2" in told and told.count("\n") == 1
+        assert not again
+        assert not capsys.readouterr().err
+        run.optimizer.synchronize()
+
+
 def test_other_warnings_are_shown_as_they_are() -> None:
-    with pytest.warns(UserWarning, match="something else") as warned, telling_refusals(None):
+    with pytest.warns(UserWarning, match="something else") as warned, PageLocking(None).watched():
         warnings.warn("something else", stacklevel=1)
     assert len(warned) == 1

@@ -86,7 +86,8 @@ def test_a_run_equals_a_loop_over_peft_and_bitsandbytes(
     for name, value in step_20.items():
         assert (value - begin[name]).abs().max() > 1e-3, name
         # The fused loss sums in another order; the first updates have the size of the rate whatever their gradient's.
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        # So single elements differ by up to 2e-6 (torch 2.11) after changes above 1e-3.
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}")
     # The merged model, of plain weights, gives what the two give together.
     merged = AutoModelForCausalLM.from_pretrained(result.output_dir / "step_20", dtype=torch.float32)
     tokens = batches[0][0]["tokens"]

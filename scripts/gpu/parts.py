@@ -1,6 +1,6 @@
 """What belongs to each command of the plan, in the order of what is most worth knowing.
 
-a  Is it right? Tests of the native kernels and of the engine, the recipes on the tiny default, and the sanitizer.
+a  Is it right? Tests of native kernels, engine and every optimizer, the recipes on the tiny default, the sanitizer.
 b  What does it cost on a whole card? Every way to update, beside no optimizer, which comes first and last.
 c  Does it fit? The default of the configs, held to cards of 16 and 24 GB, and recipes on 7B shapes beside their plans.
 """
@@ -73,6 +73,7 @@ SIZE_ON_A_GPU = size_of("cuda", "7b", None)
 
 KERNEL_TESTS = ("tests/optim/test_triton_kernel.py", "tests/optim/test_native_kernel.py")
 ENGINE_TESTS = ("tests/engine/test_late_streams.py", "tests/engine/test_on_accelerator.py")
+PARITY_TESTS = ("tests/engine/test_parity.py", "tests/comparison/test_exposed.py")
 RECIPE_TESTS = ("tests/recipes/test_recipes_on_accelerator.py",)
 
 SANITIZED = "packed or bit_for_bit or long_copies or clipping"
@@ -94,6 +95,7 @@ def part_a(size: Size) -> list[Item]:
         Selection("engine", ENGINE_TESTS, processes=4),
         Selection("recipes", RECIPE_TESTS, processes=2, needs=NEEDED),
         *tiny_recipes(steps=20),
+        Selection("optimizers", PARITY_TESTS, processes=4),
         Selection("sanitizer", ENGINE_TESTS, keyword=SANITIZED, sanitize=True, processes=4),
     ]
 
@@ -178,4 +180,4 @@ def seconds_expected(item: Item) -> float:
         return 30.0
     if isinstance(item, RecipeRun):
         return 50.0 if item.shape else 25.0
-    return 180.0 if item.sanitize else 120.0
+    return 180.0 if item.sanitize else 100.0

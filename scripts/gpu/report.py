@@ -120,6 +120,7 @@ def _tests(content: dict[str, Any]) -> str:
     names = {
         "kernels": "native kernels",
         "engine": "engine",
+        "optimizers": "every optimizer",
         "recipes": "recipes",
         "sanitizer": "under the CUDA sanitizer",
     }

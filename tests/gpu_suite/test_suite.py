@@ -180,6 +180,7 @@ def test_on_a_gpu_the_parts_have_the_sizes_that_they_claim() -> None:
         ("kernels", "gpu", False),
         ("engine", "gpu", False),
         ("recipes", "gpu", False),
+        ("optimizers", "gpu", False),
         ("sanitizer", "gpu", True),
     ]
     for item in (*parts.part_a(size), *parts.part_c(size)):
@@ -196,6 +197,18 @@ def test_on_a_gpu_the_parts_have_the_sizes_that_they_claim() -> None:
     }
     for part in parts.PARTS.values():
         assert sum(map(parts.seconds_expected, part(size))) < 700
+
+
+def test_part_a_has_every_test_that_needs_a_gpu() -> None:
+    """But for the programs in the tests of the suite itself."""
+    tests = [item for item in parts.part_a(parts.SIZE_ON_A_GPU) if isinstance(item, Selection)]
+    here = {ROOT / file for item in tests for file in item.files}
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    # accelerated.py has the mark for the files that take its places.
+    places = {path for path, text in texts.items() if "tests.engine.accelerated" in text and "Place" in text}
+    marked = {path for path, text in texts.items() if "pytest.mark.gpu" in text} | places
+    others = {path.relative_to(ROOT / "tests").as_posix() for path in marked - here}
+    assert others == {"engine/accelerated.py", *(f"gpu_suite/{name}.py" for name in ("test_suite", "test_testing"))}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,9 @@ from offload.host_memory import kernel_killed, oom_kills, who_killed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_ANSWERED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Statuses of a process that was told to stop and did (:mod:`offload.training.interrupt`)."""
 
 _PATIENCE = 30
 """Seconds that torchrun gives processes to end on SIGTERM (``PContext.close``); it tells whole seconds."""
@@ -37,9 +41,12 @@ def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice:
     # torchrun looks at all of them at once, and the others may have followed the killed one by then.
     by_itself = {rank: failure for rank, failure in failures.items() if not _ended_by_torchrun(failure, failures)}
     first = by_itself or failures
-    killed = [(rank, failure) for rank, failure in first.items() if failure.exitcode < 0]
+    # Before one leaves so, all of them have saved: what another ends of on its way out ends no run.
+    answered = min((each.timestamp for each in first.values() if each.exitcode in _ANSWERED), default=math.inf)
+    killed = [(rank, each) for rank, each in first.items() if each.exitcode < 0 and each.timestamp < answered]
     if not killed:
-        return min(first.values(), key=lambda failure: failure.timestamp).exitcode
+        by_time = sorted(first.values(), key=lambda failure: failure.timestamp)
+        return next(each.exitcode for each in by_time if each.exitcode > 0)
     rank, failure = killed[0]
     number = -failure.exitcode
     now = oom_kills()

@@ -77,6 +77,15 @@ def test_processes_that_torchrun_ends_are_not_what_ended_the_run(capsys: pytest.
     assert "error: rank 1 on " in capsys.readouterr().err
 
 
+def test_a_run_that_was_stopped_is_not_ended_by_who_crashes_on_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL):
+        assert status_of({0: failure(-number), 1: failure(143), 2: failure(143)}, 0, list) == 143
+        assert status_of({0: failure(-number, at=2), 1: failure(130)}, 0, list) == 130
+        assert not capsys.readouterr().err
+        assert status_of({0: failure(143, at=2), 1: failure(-number)}, 0, list) in (1, 2)
+        assert "error: rank 1 on " in capsys.readouterr().err
+
+
 def test_the_status_is_that_of_the_process_that_told(tmp_path: Path) -> None:
     """torchrun may end it meanwhile."""
     file = tmp_path / "error.json"

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadOptimizer
+from offload.checkpoints import shared_states
 from offload.checkpoints.manager import CheckpointManager
 from offload.distributed.world import PeerError, current
 from offload.engine.copy_on_write import Snapshot
 from offload.errors import UserError
+from offload.models import shares
 from offload.training.resume import check_fields, put_back
 from tests.distributed import weights
 
@@ -26,6 +28,9 @@ STATE: dict[str, Any] = {
     "epoch": 0, "step_in_epoch": 2, "global_step": 2, "tokens_seen": 5, "seed": 1, "lr_scheduler": None,
     "random": {}, "config": {"checkpointer": {}},
 }  # fmt: skip
+
+STEP_BYTES = 3000
+"""In place of 64 MiB, which no test's tensor has: several steps of each rank's part, of no power of two."""
 
 
 def optimizer_of(model: nn.Module, options: dict[str, Any]) -> OffloadOptimizer:
@@ -94,6 +99,8 @@ def saved_beside(
         before_update(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
+        for module in (shared_states, shares):
+            patch.setattr(module, "STEP_BYTES", STEP_BYTES)
         patch.setattr(Snapshot, "reading", late)
         patch.setattr(Snapshot, "before_update", noted)
         beside = manager(base, model_type, out).save_beside(
@@ -114,7 +121,11 @@ def resumed(
     assert found is not None
     folder, loaded = found
     check_fields(loaded.recipe_state, folder)
-    model = weights.read_torchtune(base, model_type, component, torch.bfloat16, replicas=replicas, checkpoint=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "STEP_BYTES", STEP_BYTES)
+        model = weights.read_torchtune(
+            base, model_type, component, torch.bfloat16, replicas=replicas, checkpoint=folder
+        )
     optimizer = optimizer_of(model, options)
     put_back(loaded.recipe_state, optimizer, None, folder)
     step(model, optimizer, loaded.step)

@@ -99,6 +99,26 @@ def assert_same(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(a, b), f"{key}: largest difference {(a - b).abs().max().item():.3e}"
 
 
+@pytest.fixture(scope="module")
+def trained_plainly() -> dict[str, nn.Module]:
+    return {}
+
+
+@pytest.fixture
+def expected(
+    trained_plainly: dict[str, nn.Module],
+    optimizer_class: str,
+    kwargs: dict[str, Any],
+    accumulation: int,
+    clip: float | None,
+) -> nn.Module:
+    """The same for every strategy and memory, so trained once."""
+    key = str((optimizer_class, kwargs, accumulation, clip))
+    if key not in trained_plainly:
+        trained_plainly[key] = train_plain(getattr(torch.optim, optimizer_class), accumulation, clip, **kwargs)
+    return trained_plainly[key]
+
+
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["no clip", "clip 0.5"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name)
@@ -115,6 +135,7 @@ def assert_same(actual: nn.Module, expected: nn.Module) -> None:
     ids=["AdamW-fused", "AdamW-loop", "SGD", "Adafactor", "NAdam", "RMSprop"],
 )
 def test_equals_the_plain_optimizer_bit_for_bit(
+    expected: nn.Module,  # before the memory, which would watch it being trained
     memory: str,
     strategy: dict[str, Any],
     optimizer_class: str,
@@ -122,7 +143,6 @@ def test_equals_the_plain_optimizer_bit_for_bit(
     accumulation: int,
     clip: float | None,
 ) -> None:
-    expected = train_plain(getattr(torch.optim, optimizer_class), accumulation, clip, **kwargs)
     actual = train_offloaded(f"torch.optim.{optimizer_class}", accumulation, clip, **strategy, **kwargs)
     assert_same(actual, expected)
 

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,17 @@ class Place:
         return torch.Stream(device=self.device) if self.is_real else nullcontext()
 
 
+@contextmanager
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, kernels give the same bits each time, where torch has such."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param != "accelerator":
@@ -73,13 +84,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     assert accelerator is not None
     if IS_SANITIZED:
         sanitize_threads(monkeypatch)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    try:
+    with repeatable(monkeypatch):
         yield Place("accelerator", accelerator.type)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
 
 
 def sanitize_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from offload.engine.pipeline import Gradient
 from offload.engine.shards import LocalParameters
 from offload.engine.units import Slice
 from offload.errors import UserError
+from tests.engine.accelerated import repeatable
 from tests.engine.parity_cases import (  # type: ignore[import-not-found]
     AXES,
     BASES,
@@ -72,10 +73,12 @@ def test_equals_the_plain_optimizer_in_every_combination(base: str, strategy: st
 @pytest.mark.parametrize("in_backward", [False, True], ids=["at step", "in backward"])
 @pytest.mark.parametrize("strategy", ["resident", "stream"])
 @pytest.mark.parametrize("base", BASES)
-def test_equals_the_plain_optimizer_on_cuda(base: str, strategy: str, in_backward: bool) -> None:
+def test_equals_the_plain_optimizer_on_cuda(
+    base: str, strategy: str, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same kernels, fed from the host. (Strategy host has others; test_on_accelerator.py compares it.)"""
     case = Case(base, strategy, in_backward, accumulation=2, device="cpu")
-    with torch.device("cuda"):
+    with repeatable(monkeypatch), torch.device("cuda"):
         assert_equal(train_offloaded(case), train_plain(case))
 
 

@@ -75,6 +75,20 @@ def test_what_cannot_be_trained_is_one_line_the_same_everywhere(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_is_described_as_it_will_be_loaded(tmp_path: Path) -> None:
+    """In 4 bits where the config says so, and under an adapter where one trains."""
+    families.save("llama", tmp_path / "plain")
+    section = OmegaConf.create({"path": str(tmp_path / "plain"), "load_in_4bit": True})
+    adapter = OmegaConf.create({"_component_": "peft.LoraConfig", "r": 2, "target_modules": ["q_proj"]})
+    for adapts in (True, False):
+        found = describe(section, adapter, FP32, adapts=adapts)
+        assert found is not None
+        model, packed = found
+        assert packed.elements > 0 and model.module.training
+        assert any("lora_A" in name for name, _ in model.module.named_parameters()) is adapts
+        assert all(param.is_meta for param in model.module.parameters())
+
+
 @pytest.mark.parametrize("double", [True, False])
 def test_a_plan_counts_the_bytes_that_a_run_holds(double: bool, tmp_path: Path) -> None:
     """Of a folder in 4 bits, but for what it says was left in 16."""

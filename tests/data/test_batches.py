@@ -194,6 +194,7 @@ def test_packs_without_a_mask_tell_where_documents_end() -> None:
     ends = inputs["document_ends"]
     assert ends.dtype == torch.int32 and ends.tolist() == [0, 3, 133, 256, 512, 513, 640, 768]
     assert inputs["longest_document"] == 256 and "mask" not in inputs
+    assert Collate(PackedCollate(False, False), 0, -100)([dict(PACKS[0])]).inputs["longest_document"] == 130
 
 
 def test_samples_are_padded_as_torchtune_does() -> None:

@@ -54,3 +54,26 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone():
 def test_weights_that_take_nothing_are_refused(length, weight):
     with pytest.raises(UserError, match=r"dataset.weight: .* takes no sample of data set 2, which has 3"):
         epoch_order([5, length], [1, weight], seed=SEED, epoch=0)
+
+
+@pytest.mark.parametrize(("length", "weight"), [(7, 3 / 7), (7, 5 / 7), (5, 1.4), (6, 0.5)])
+def test_an_epoch_goes_on_where_the_last_one_ended(length, weight):
+    """Also in the middle of a permutation: each round of the data has every sample once."""
+    taken, epochs = round(length * weight), 2 * length
+    drawn = []
+    for epoch in range(epochs):
+        part = epoch_order([length], [weight], seed=SEED, epoch=epoch, shuffle=False).tolist()
+        assert len(part) == taken
+        drawn += part[taken // length * length :]
+    rounds = [sorted(drawn[begin : begin + length]) for begin in range(0, len(drawn), length)]
+    assert rounds == [list(range(length))] * len(rounds)
+
+
+def test_each_data_set_and_seed_takes_a_part_of_its_own():
+    def part(seed, number):
+        order = epoch_order([60, 60], [0.5, 0.5], seed=seed, epoch=0, shuffle=False).tolist()
+        return [sample - 60 * number for sample in order[30 * number : 30 * number + 30]]
+
+    parts = [part(seed, number) for seed in (1, 2) for number in (0, 1)]
+    assert all(set(each) <= set(range(60)) for each in parts)
+    assert len({tuple(sorted(each)) for each in parts}) == 4

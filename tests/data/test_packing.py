@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from offload.data.messages import RowError
-from offload.data.packing import PackedSamples, packed, plan
+from offload.data.packing import PackedSamples, lengths_of, packed, plan
 from offload.errors import UserError
 
 IGNORED = -100
@@ -216,3 +216,42 @@ def test_torchtunes_models_take_the_same_packs():
     loss(pack["tokens"], pack["labels"], mask=mask, input_pos=pack["input_pos"][None]).backward()
     for name, gradient in gradients(model).items():
         assert (gradient - expected[name]).abs().max() / expected[name].abs().max() < 2e-6, name
+
+
+def best_fit(lengths, size):
+    """Room that is left in each pack, by looking at all of them."""
+    rooms = []
+    for length in sorted(filter(None, lengths), reverse=True):
+        fitting = [index for index, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting, key=rooms.__getitem__)] -= length
+        else:
+            rooms.append(size - length)
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_is_what_looking_at_all_packs_finds(seed):
+    chance = random.Random(seed)
+    size = 40
+    lengths = [chance.choice((0, 1, 1, 2, 3, 13, 20, chance.randint(1, size))) for _ in range(200)]
+    packs = plan(lengths, size)
+    assert sorted(number for pack in packs for number in pack) == [n for n, length in enumerate(lengths) if length]
+    assert sorted(size - sum(lengths[number] for number in pack) for pack in packs) == best_fit(lengths, size)
+
+
+def test_a_document_may_fill_a_pack():
+    packs = PackedSamples([document(4), document(2), document(2)], 4, pad_id=0)
+    assert packs.packs == [[0], [1, 2]] and packs[0]["padding"] == 0
+    with pytest.raises(UserError, match="it has 4 tokens and does not fit into a pack of 3"):
+        PackedSamples([document(4)], 3, pad_id=0)
+
+
+def test_what_follows_the_last_that_is_wanted_is_left_out():
+    asked = []
+
+    def length(number):
+        asked.append(number)
+        return None if number == 2 else 5
+
+    assert lengths_of(4, length) == [5, 5, 0, 0] and asked == [0, 1, 2]

@@ -2,11 +2,13 @@
 
     python scripts/kill_storm.py --kills 20                                         # prints the result
     python scripts/kill_storm.py --kills 1000 --out scripts/results/kill_storm.json  # records it too
+    python scripts/kill_storm.py --kills 50 --setups 5 --add --out …                # adds to what is recorded
 
 A run is killed (SIGKILL; one time in eight SIGTERM, which it may answer with a checkpoint), looked at, and started
-again with the same command, resuming if it has a checkpoint. Each time every `step_<n>` must be whole, with the right
-checksums; when it ends, its weights, its optimizer's state, its random state and its metrics must equal those of a run
-that nobody touched, bit for bit, and nothing but what that one leaves may be there.
+again with the same command, resuming if it has a checkpoint. Where checkpoints are written beside training, every other
+kill comes while one is being written. Each time every `step_<n>` must be whole, with the right checksums; when it ends,
+its weights, its optimizer's state, its random state and its metrics must equal those of a run that nobody touched, bit
+for bit, and nothing but what that one leaves may be there.
 
 Each start is a fork of this process, which has imported everything and computed nothing: a start costs what its set-up
 and its steps cost, not the imports.
@@ -29,13 +31,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from offload import torchao_shim
 
@@ -44,12 +49,14 @@ torchao_shim.install()
 from offload.checkpoints import manifest as checkpoint_manifest  # noqa: E402
 from offload.checkpoints import state as recipe_state  # noqa: E402
 from offload.checkpoints.manager import STATE_NAME  # noqa: E402
+from offload.checkpoints.shared_states import STATES_DIR  # noqa: E402
 from offload.metrics.log import read_metrics  # noqa: E402
 from offload.training.launch import run_recipe  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
 COMMON = ("metric_logger=null", "max_steps_per_epoch=9", "save_every_n_steps=2", "batch_size=1")
+BESIDE = ("enable_async_checkpointing=True", "async_checkpoint_gib=0.125", "save_every_n_steps=1")
 PACKED = ("optimizer.optimizer_class=offload.optim.AdamW", "~optimizer.fused", "dtype=bf16")
 # Times and memory differ from run to run; everything else must not.
 MEASURED = re.compile(r"time|time/.*|memory/.*|.*tokens_per_second|mfu")
@@ -63,6 +70,11 @@ class Setup:
 
     recipe: str
     overrides: tuple[str, ...]
+
+    @property
+    def writes_beside(self) -> bool:
+        """Whether checkpoints are written beside training."""
+        return set(BESIDE) <= set(self.overrides)
 
 
 SETUPS = {
@@ -79,6 +91,9 @@ SETUPS = {
         FULL, (*PACKED, "optimizer.master=stochastic", "max_steps_per_epoch=5", "epochs=2", "num_workers=1")
     ),
     "LoRA with dropout, merged too": Setup(LORA, ("model.lora_dropout=0.1", "keep_last_n=2")),
+    "checkpoints beside training, states streamed": Setup(
+        FULL, (*BESIDE, "optimizer.strategy=stream", "max_steps_per_epoch=12", "keep_last_n=2")
+    ),
 }  # fmt: skip
 
 
@@ -146,18 +161,22 @@ class Storm:
             delay = rng.uniform(0, 0.9 * self._seconds)
             while time.monotonic() - started < delay and not has_ended(child):
                 time.sleep(0.001)
+            if self._setup.writes_beside and rng.random() < 0.5:
+                while not is_writing(out) and not has_ended(child):
+                    time.sleep(0.0005)
+                time.sleep(rng.uniform(0, 0.03))
             if has_ended(child):
                 status = self._wait(child)
                 break
             steps = num_steps(out)
-            is_writing = out.exists() and any(path.name.startswith(".step_") for path in out.iterdir())
+            writes = is_writing(out)
             os.kill(child, number)
             status = self._wait(child)
             if status in (0, 2):  # it had ended in the meantime, or has failed by itself
                 break
             self.tally.kills += 1
             self.tally.before_the_first_step += steps == 0
-            self.tally.while_a_checkpoint_was_written += is_writing
+            self.tally.while_a_checkpoint_was_written += writes
             self.tally.answered_with_a_checkpoint += status == 128 + signal.SIGTERM
             self._check(status in (-number, 128 + number), f"status {status} after {signal.Signals(number).name}")
             self._check_checkpoints(out)
@@ -231,11 +250,9 @@ class Storm:
             name = path.relative_to(self._whole / last)
             if path.suffix == ".safetensors":
                 self._check(path.read_bytes() == (out / last / name).read_bytes(), f"{last}/{name} differs")
-        states = [recipe_state.read(folder / last / STATE_NAME) for folder in (self._whole, out)]
-        for state in states:
-            del state["recipe_state"]["config"]  # has the output_dir
+        states = [state_of(folder / last) for folder in (self._whole, out)]
         for place in differences(states[0], states[1], "state"):
-            self._check(False, f"{last}/{STATE_NAME}: {place} differs")
+            self._check(False, f"{last}: {place} differs")
 
 
 def load_recipe(name: str) -> ModuleType:
@@ -251,6 +268,14 @@ def has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def is_writing(out: Path) -> bool:
+    """Whether a checkpoint is being written, or was when its run was killed."""
+    try:
+        return any(name.startswith(".step_") for name in os.listdir(out))
+    except OSError:
+        return False
+
+
 def damage_of(checkpoint: Path) -> str | None:
     """What is wrong with it; None for a whole one."""
     try:
@@ -258,6 +283,17 @@ def damage_of(checkpoint: Path) -> str | None:
         return checkpoint_manifest.difference(checkpoint, manifest, manifest.sums)
     except Exception as error:
         return str(error)
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """All that a resume reads, beside the weights; the optimizer's state whole."""
+    state: dict[str, Any] = recipe_state.read(checkpoint / STATE_NAME)
+    del state["recipe_state"]["config"]  # has the output_dir
+    optimizer: dict[str, Any] = {}
+    if (checkpoint / STATES_DIR).is_dir():
+        reader = FileSystemReader(checkpoint / STATES_DIR)
+        _load_state_dict(optimizer, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {**state, STATES_DIR: optimizer}
 
 
 def num_steps(out: Path) -> int:
@@ -306,24 +342,48 @@ def import_everything() -> None:
     gc.freeze()
 
 
-def write_result(out: Path, result: Mapping[str, Mapping[str, Any]], started: float) -> None:
-    """Records what happened to each set-up, and all of it together."""
+def write_result(
+    out: Path,
+    result: Mapping[str, Mapping[str, Any]],
+    started: float,
+    names: Iterable[str],
+    *,
+    adds_to: Mapping[str, Any],
+) -> None:
+    """Records what happened to each set-up, and all of it together.
 
-    def together(values: Sequence[int | float]) -> int | float:
-        return sum(values) if all(isinstance(value, int) for value in values) else max(values)
+    Args:
+        out: a JSON file.
+        result: what happened now, by set-up.
+        started: since when, by the monotonic clock.
+        names: of all set-ups, in order.
+        adds_to: a result of before, or nothing.
+    """
 
-    keys = [key for key in next(iter(result.values())) if key != "failures"]
+    def together(tallies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Counts and failures added, the worst of what is measured."""
+        columns = {key: [tally[key] for tally in tallies] for key in tallies[0]}
+        return {key: max(v) if isinstance(v[0], float) else sum(v, type(v[0])()) for key, v in columns.items()}
+
+    before: Mapping[str, Any] = adds_to.get("setups", {})
+    found = {
+        name: together([each[name] for each in (before, result) if name in each])
+        for name in names
+        if name in before or name in result
+    }
+    total = together(list(found.values()))
+    del total["failures"]
     facts = {
-        "command": " ".join(["python", *sys.argv]),
-        "seconds": round(time.monotonic() - started),
+        "command": " && ".join([*filter(None, [adds_to.get("command")]), " ".join(["python", *sys.argv])]),
+        "seconds": adds_to.get("seconds", 0) + round(time.monotonic() - started),
         "machine": {
             "processor": platform.machine(),
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        "total": {key: together([one[key] for one in result.values()]) for key in keys},
-        "failures": [f"{name}: {line}" for name, one in result.items() for line in one["failures"]],
-        "setups": result,
+        "total": total,
+        "failures": [f"{name}: {line}" for name, one in found.items() for line in one["failures"]],
+        "setups": found,
     }
     out.write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -333,16 +393,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="in all, divided among the set-ups")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most this long, the kills it then has")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--setups", type=int, default=len(SETUPS), help="only the first so many")
+    parser.add_argument("--setups", type=int, nargs="*", help="their numbers, from 0 (default: all)")
     parser.add_argument("--config", nargs=2, type=Path, help="configs for full and LoRA fine-tuning (default: tiny)")
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--add", action="store_true", help="to what --out has")
     args = parser.parse_args()
     torch.set_num_threads(1)
     import_everything()
     tiny = (ROOT / "configs" / "tiny_llama_offload.yaml", ROOT / "configs" / "tiny_llama_lora.yaml")
     configs = dict(zip((FULL, LORA), args.config or tiny, strict=True))
     rng = random.Random(args.seed)
-    chosen = list(SETUPS.items())[: args.setups]
+    chosen = [list(SETUPS.items())[number] for number in args.setups or range(len(SETUPS))]
+    adds_to = json.loads(args.out.read_text()) if args.add else {}
     started = time.monotonic()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kill_storm-") as scratch:
@@ -360,7 +422,7 @@ def main() -> int:
     kills, ended = (sum(one[key] for one in result.values()) for key in ("kills", "runs_that_ended"))
     print(f"{kills} kills, {ended} runs ended, {len(failures)} failures")
     if args.out:
-        write_result(args.out, result, started)
+        write_result(args.out, result, started, SETUPS, adds_to=adds_to)
     return 1 if failures else 0
 
 

@@ -38,15 +38,10 @@ from typing import Any
 import kill_storm as single
 import torch
 import torch.distributed as dist
-from kill_storm import ROOT, damage_of, differences, has_ended, load_recipe, num_steps
+from kill_storm import ROOT, damage_of, differences, has_ended, is_writing, load_recipe, num_steps, state_of
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from offload.checkpoints import manifest as checkpoint_manifest
-from offload.checkpoints import state as recipe_state
-from offload.checkpoints.manager import STATE_NAME
 from offload.metrics.log import read_metrics
 from offload.training.launch import run_recipe
 
@@ -81,6 +76,11 @@ class Setup:
     overrides: tuple[str, ...]
     others: tuple[int, ...] = ()
 
+    @property
+    def writes_beside(self) -> bool:
+        """Whether checkpoints are written beside training."""
+        return set(single.BESIDE) <= set(self.overrides)
+
 
 SETUPS = {
     "2 processes, update on the CPU, clipped, accumulated": Setup(
@@ -103,6 +103,9 @@ SETUPS = {
         3,
         (*OFFLOADED, "optimizer.strategy=host", "optimizer.update_in_backward=True", "clip_grad_norm=null"),
         (1, 2, 3),
+    ),
+    "2 processes, checkpoints beside training, states streamed": Setup(
+        FULL, 2, (*single.BESIDE, "optimizer.strategy=stream", "keep_last_n=2")
     ),
 }  # fmt: skip
 
@@ -233,7 +236,7 @@ class Storm:
                 statuses = group.wait(single.TIMEOUT)
                 break
             victim = rng.randrange(ranks)
-            steps, is_writing = num_steps(out), _is_writing(out)
+            steps, writes = num_steps(out), is_writing(out)
             os.kill(group.pids[victim], signal.SIGKILL)
             killed = time.monotonic()
             statuses = group.wait(BOUND)
@@ -242,7 +245,7 @@ class Storm:
             self.tally.kills += 1
             self.tally.of_the_main_process += victim == 0
             self.tally.before_the_first_step += steps == 0
-            self.tally.while_a_checkpoint_was_written += is_writing
+            self.tally.while_a_checkpoint_was_written += writes
             took = round(time.monotonic() - killed, 1)
             self.tally.most_seconds_to_leave = max(self.tally.most_seconds_to_leave, took)
             self._check_end(statuses, victim, ranks, group.log)
@@ -258,12 +261,13 @@ class Storm:
             shutil.rmtree(out)
 
     def _wait_for_a_moment(self, group: Group, out: Path, rng: random.Random) -> None:
-        """Any of a run, and one time in four one at which a checkpoint is being written."""
+        """Any of a run, and one time in four, or in two where that is beside training, one at which a checkpoint is
+        being written."""
         until = time.monotonic() + rng.uniform(0, 0.95 * self._seconds)
         while time.monotonic() < until and not group.has_ended_partly:
             time.sleep(0.001)
-        if rng.random() < 0.25:
-            while not _is_writing(out) and not group.has_ended_partly:
+        if rng.random() < (0.5 if self._setup.writes_beside else 0.25):
+            while not is_writing(out) and not group.has_ended_partly:
                 time.sleep(0.0005)
             time.sleep(rng.uniform(0, 0.05))
 
@@ -315,7 +319,7 @@ class Storm:
         weights = [_weights(folder / last) for folder in (self._whole, out)]
         if exactly:
             self._check(rows[0] == rows[1], "the metrics differ")
-            states = [{**_state(folder / last), "weights": weights[i]} for i, folder in enumerate((self._whole, out))]
+            states = [{**state_of(folder / last), "weights": weights[i]} for i, folder in enumerate((self._whole, out))]
             for place in differences(states[0], states[1], last):
                 self._check(False, f"{place} differs")
             return
@@ -334,13 +338,6 @@ class Storm:
             self._check(apart <= WEIGHTS, f"{name} is {apart:.2g} of a step apart")
 
 
-def _is_writing(out: Path) -> bool:
-    try:
-        return any(name.startswith(".step_") for name in os.listdir(out))
-    except OSError:
-        return False
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not single.NUMBERED.fullmatch(path.name))
 
@@ -350,17 +347,6 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{path.relative_to(folder)}:{name}": t for path in files for name, t in load_file(path).items()}
 
 
-def _state(folder: Path) -> dict[str, Any]:
-    """All that a resume reads, beside the weights; the optimizer's state whole."""
-    state: dict[str, Any] = recipe_state.read(folder / STATE_NAME)
-    del state["recipe_state"]["config"]  # has the output_dir
-    optimizer: dict[str, Any] = {}
-    if (folder / "optimizer").is_dir():
-        reader = FileSystemReader(folder / "optimizer")
-        _load_state_dict(optimizer, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return {**state, "optimizer": optimizer}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=10, help="in all, divided among the set-ups")
@@ -368,12 +354,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setups", type=int, nargs="*", help="their numbers, from 0 (default: all)")
     parser.add_argument("--out", type=Path, help="a JSON file for the result, written after each set-up")
+    parser.add_argument("--add", action="store_true", help="to what --out has")
     args = parser.parse_args()
     torch.set_num_threads(1)
     single.import_everything()
     for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint", "offload.training.distributed"):
         __import__(name)
     chosen = [list(SETUPS.items())[number] for number in args.setups or range(len(SETUPS))]
+    adds_to = json.loads(args.out.read_text()) if args.add else {}
     started = time.monotonic()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kill_storm-") as scratch:
@@ -389,7 +377,7 @@ def main() -> int:
             if tally.failures and (folder / "log.txt").exists():
                 print((folder / "log.txt").read_text()[-4000:], file=sys.stderr)
             if args.out:
-                single.write_result(args.out, result, started)
+                single.write_result(args.out, result, started, SETUPS, adds_to=adds_to)
     failures = [line for one in result.values() for line in one["failures"]]
     kills, ended = (sum(one[key] for one in result.values()) for key in ("kills", "runs_that_ended"))
     print(f"{kills} kills, {ended} runs ended, {len(failures)} failures")

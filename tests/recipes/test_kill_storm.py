@@ -29,7 +29,7 @@ def storm(workspace: Any, out: Path, *options: str) -> dict[str, Any]:
 
 
 def test_a_short_storm(workspace: Any, tmp_path: Path) -> None:
-    result = storm(workspace, tmp_path / "result.json", "--kills", "5", "--setups", "2")
+    result = storm(workspace, tmp_path / "result.json", "--kills", "5", "--setups", "1", "5")
     assert not result["failures"]
     assert result["total"]["kills"] == 5 and result["total"]["runs_that_ended"] >= 2
     assert result["total"]["checkpoints_checked"] >= 5
@@ -38,7 +38,7 @@ def test_a_short_storm(workspace: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_long_storm(workspace: Any, tmp_path: Path) -> None:
     result = storm(workspace, tmp_path / "result.json", "--kills", "1000", "--seed", "1")
-    assert not result["failures"] and len(result["setups"]) == 5 and result["total"]["kills"] == 1000
+    assert not result["failures"] and len(result["setups"]) == 6 and result["total"]["kills"] == 1000
 
 
 def test_the_record_is_of_this_storm() -> None:
@@ -47,4 +47,6 @@ def test_the_record_is_of_this_storm() -> None:
 
     record = json.loads(RECORD.read_text())
     assert list(record["setups"]) == list(SETUPS) and not record["failures"]
+    beside = record["setups"]["checkpoints beside training, states streamed"]
+    assert beside["kills"] >= 50 and beside["while_a_checkpoint_was_written"] >= 30
     assert record["total"]["kills"] == sum(one["kills"] for one in record["setups"].values()) >= 100

@@ -87,6 +87,7 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     kills = oom_kills()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_at_second_signal())
+        stack.enter_context(_hung_up_once(arguments))
         scratch = None
         if arguments.log_dir is None:  # where processes leave word of their errors; torchrun would leave it behind
             scratch = arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
@@ -159,8 +160,6 @@ def _ending_at_second_signal() -> Iterator[None]:
     def watch() -> None:
         with reader:
             numbers = [reader.recv(1), reader.recv(1)]  # nothing, once the other end is closed
-            while numbers[1] and numbers[1][0] == signal.SIGHUP:  # a terminal that is closed sends several
-                numbers[1] = reader.recv(1)
         if numbers[1]:
             _end_children(numbers[1][0])
             os._exit(128 + numbers[1][0])
@@ -171,6 +170,30 @@ def _ending_at_second_signal() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writer.close()
+
+
+@contextlib.contextmanager
+def _hung_up_once(arguments: Any) -> Iterator[None]:
+    """Inside, the first SIGHUP is passed on to the processes as torchrun passes it, and others are not heard: when a
+    terminal is closed, the kernel and the shell each send one, and the second would end the processes while they save.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    names = arguments.signals_to_handle.split(",")
+    if "SIGHUP" not in names or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arguments.signals_to_handle = ",".join(name for name in names if name != "SIGHUP")
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise SignalException(f"process {os.getpid()} got SIGHUP", sigval=signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from offload.metrics.lines import say
 from offload.metrics.log import MetricLog, read_metrics
 from offload.metrics.memory import GIB, peak_memory, peaks_of_all, reset_peak
 from offload.metrics.optimizer_label import label_of, optimizer_facts
-from offload.metrics.progress import Progress, summary
+from offload.metrics.progress import Progress, from_here, summary
 from offload.metrics.run_record import RunRecord
 from offload.metrics.run_summary import summarise
 from offload.metrics.timing import Lap, StepTimer, Throughput, TokenCount
@@ -310,7 +310,7 @@ class Reporter:
         if failed:
             return
         if best is not None:
-            notes.append(("best", str(best)))
+            notes.append(("best", from_here(best)))
         note = mirror.note() if isinstance(mirror, WandBLogger) else None
         if note is not None:
             notes.append(note)

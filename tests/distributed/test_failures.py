@@ -232,6 +232,17 @@ def test_nohup_holds_for_torchrun_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
+    with job(tmp_path, "--nproc_per_node 2", "max_steps_per_epoch=500") as run:
+        ranks = run.train()
+        for _ in range(2):
+            run.process.send_signal(signal.SIGHUP)
+            time.sleep(0.2)
+        assert run.wait() == 129 and are_gone(ranks)
+    assert (run.out / f"step_{run.steps()[-1]}").is_dir() and run.errors() == []
+
+
+@pytest.mark.slow
 def test_a_mistake_is_not_started_again(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
     with job(tmp_path, "--nproc_per_node 2 --max-restarts 3") as run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -10,6 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from offload.cli import torchrun
 from tests.recipes.conftest import ROOT
 
 COMMAND = "run --nproc_per_node 2 full_finetune_distributed --config tiny_llama_offload_distributed"
@@ -43,3 +48,23 @@ def test_two_processes_train_and_end_on_ctrl_c_with_a_checkpoint(tmp_path: Path)
     assert 0 < row["memory/host_rss_peak_min_gib"] <= row["memory/host_rss_peak_gib"]
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["environment"]["processes"] == 2
+
+
+def test_only_the_first_hangup_is_heard() -> None:
+    """The kernel and the shell each send one when a terminal is closed; the second would end processes that save."""
+    arguments = argparse.Namespace(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    before = signal.getsignal(signal.SIGHUP)
+    with torchrun._hung_up_once(arguments):
+        assert arguments.signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"  # those of torchrun
+        with pytest.raises(SignalException) as caught:
+            signal.raise_signal(signal.SIGHUP)
+        assert caught.value.sigval == signal.SIGHUP
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_nohup_is_left_alone() -> None:
+    arguments = argparse.Namespace(signals_to_handle="SIGTERM,SIGINT")
+    before = signal.getsignal(signal.SIGHUP)
+    with torchrun._hung_up_once(arguments):
+        assert signal.getsignal(signal.SIGHUP) is before and arguments.signals_to_handle == "SIGTERM,SIGINT"

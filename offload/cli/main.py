@@ -151,6 +151,11 @@ def _dispatch(arguments: list[str]) -> int:
         # argparse gives up on positional words that come after an option.
         args.overrides += [word for word in extra if not word.startswith("-")]
         extra = [word for word in extra if word.startswith("-")]
+    if extra and args.command in ("validate", "plan"):
+        from offload.training.launch import as_settings
+
+        told = "\n".join(as_settings(arguments, extra))
+        raise UserError(f"{told}; `tune {args.command} --help` lists its options")
     if extra:
         raise UserError(f"unknown argument {extra[0]}; see `tune {args.command or ''}".rstrip() + " --help`")
     if args.command is None:
@@ -415,6 +420,8 @@ def _check_options(run: RunArguments) -> None:
         name = word.partition("=")[0]
         if not name.startswith("--"):
             continue
+        if name in ("--gpu", "--vram", "--ram", "--ram-bandwidth"):
+            raise UserError(f"{name} is an option of tune plan: tune plan --config {run.config} {name} …")
         if nearest(name.replace("_", "-"), ["--dry-run"]):
             raise UserError(f"unknown option {name}: did you mean --dry-run?")
         if name.lstrip("-").replace("-", "_") in ("nproc_per_node", "nnodes", "max_restarts") or name.startswith(

@@ -106,7 +106,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         notes: list[str] = []
         settings: Any
         if unknown:
-            raise UserError("\n".join(_as_settings(sys.argv[1:] if argv is None else argv, unknown)))
+            raise UserError("\n".join(as_settings(sys.argv[1:] if argv is None else argv, unknown)))
         with _telling_peers():
             cfg, settings = load_and_check(Path(arguments.config), arguments.overrides, recipe_class.Settings, notes)
         if argv is None:
@@ -161,7 +161,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
         return 2
 
 
-def _as_settings(words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
+def as_settings(words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
     """How options are written here: ``--learning_rate 1e-5`` is ``optimizer.lr=1e-5``."""
     from offload.config.elsewhere import HERE
 

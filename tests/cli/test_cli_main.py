@@ -214,6 +214,10 @@ def test_torchtunes_recipes_have_torchtunes_help(shipped, handed_on):
         (["generate", "--config", "small_offload"], "is a config of the recipe full_finetune_single_device"),
         (["full_finetune_single_device", "--config", "small_offload", "--dryrun"], "did you mean --dry-run?"),
         (
+            ["full_finetune_single_device", "--config", "small_offload", "--dry-run", "--gpu", "RTX 4090"],
+            "--gpu is an option of tune plan: tune plan --config small_offload --gpu",
+        ),
+        (
             ["full_finetune_single_device", "--config", "small_offload", "--nproc-per-node=2"],
             "--nproc-per-node is an option of torchrun: it stands before the recipe's name",
         ),
@@ -364,7 +368,11 @@ def test_a_copied_config_can_be_copied_onto_itself_only_with_an_error(shipped, c
         (["cp", "generate"], "tune cp --help"),
         (["cat", "small_oflfoad"], "did you mean small_offload?"),
         (["cat", "generate", "--sort"], "--sort is for configs"),
-        (["validate", "small_offload", "--strict"], "unknown argument --strict"),
+        (["validate", "small_offload", "--strict"], "unknown option --strict"),
+        (
+            ["plan", "--config", "small_offload", "--batch-size", "4"],
+            "settings are written as batch_size=4; `tune plan",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(shipped, capsys, words, said):

@@ -233,7 +233,8 @@ def test_nohup_holds_for_torchrun_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
-    with job(tmp_path, "--nproc_per_node 2", "max_steps_per_epoch=500") as run:
+    heard = ("env", "--default-signal=HUP")  # also where the tests run under nohup
+    with job(tmp_path, "--nproc_per_node 2", "max_steps_per_epoch=500", prefix=heard) as run:
         ranks = run.train()
         for _ in range(2):
             run.process.send_signal(signal.SIGHUP)

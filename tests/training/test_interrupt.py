@@ -27,6 +27,7 @@ def start() -> Iterator[Start]:
 
     def run(code: str) -> subprocess.Popen[str]:
         head = "import os, signal, sys, threading, time\nfrom offload.training.interrupt import Interrupt\n"
+        head += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
         child = subprocess.Popen(
             [sys.executable, "-c", head + textwrap.dedent(code)],
             stdout=subprocess.PIPE,

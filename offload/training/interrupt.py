@@ -40,7 +40,7 @@ class Interrupt:
     The first signal sets :attr:`signum` and prints one line to standard error; the second one flushes the
     standard streams and ends the process with status ``128 + signum``, without cleaning up. Earlier handlers
     come back when the block is left. A terminal that is closed sends SIGHUP, and the shell in it another one: it is
-    never the second signal. A signal that the process was started to ignore (``nohup``, a
+    never the second signal, and ignored from then on. A signal that the process was started to ignore (``nohup``, a
     background job of a script) stays ignored.
 
     Only the main thread can install handlers; in any other thread the block does nothing. Processes forked
@@ -112,6 +112,8 @@ class Interrupt:
             return
         _active.discard(self)
         for number, handler in self._previous.items():
+            if number == signal.SIGHUP == self.signum:
+                handler = signal.SIG_IGN
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)

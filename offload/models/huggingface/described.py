@@ -48,7 +48,6 @@ def describe(
         config = published.config_of(known[folder.name])
     with torch.device("meta"), _without_initial_values():
         module: Any = auto_class(config).from_config(config, dtype=dtype)
-    module.train()
     packed = packed_weights(module, folder, load_in_4bit=bool(section.get("load_in_4bit")))
     model = HuggingFaceModel(module)
     if adapts and adapter is not None:

@@ -223,17 +223,28 @@ def compute_seconds(load: Workload, machine: Machine) -> float:
     return load.layers * max(forward + backward + again, launched) + sum(load.head_seconds(machine))
 
 
+def phases(load: Workload, machine: Machine) -> tuple[float, float]:
+    """Seconds of a micro-batch's forward, and of its backward with recomputation, as the device needs them or the host
+    launches."""
+    forward, backward = (sum(part) for part in zip(*load.stage_seconds(machine), strict=True))
+    launched = [machine.launch * count for count in load.launches]
+    if load.recompute:
+        backward += forward
+        launched[1] += launched[0]
+    head = load.head_seconds(machine)
+    return (
+        load.layers * max(forward, launched[0]) + head[0],
+        load.layers * max(backward, launched[1]) + head[1],
+    )
+
+
 def estimate(workload: Workload, machine: Machine, settings: Settings) -> float:
     """Seconds of a step without a replay, to rank settings before the best of them are replayed.
 
     Backward hides what the link or the CPU do in it, and the next forward what is done after it; in the middle, memory
     in flight makes backward wait.
     """
-    forward, backward = (sum(part) for part in zip(*workload.stage_seconds(machine), strict=True))
-    if workload.recompute:
-        backward += forward
-    head = workload.head_seconds(machine)
-    forward, backward = workload.layers * forward + head[0], workload.layers * backward + head[1]
+    forward, backward = phases(workload, machine)
     compute = settings.micro_batches * (forward + backward)
     width, elements = workload.dtype.itemsize, workload.parameters
     states = elements * settings.state_bytes

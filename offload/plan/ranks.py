@@ -18,7 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.plan.collectives import System
-from offload.plan.prediction import COMPUTE, CPU_UPDATE, DOWN, UP, Prediction, Settings, cpu_bytes, prediction_of
+from offload.plan.prediction import (
+    COMPUTE,
+    CPU_UPDATE,
+    DOWN,
+    UP,
+    Prediction,
+    Settings,
+    cpu_bytes,
+    phases,
+    prediction_of,
+)
 from offload.plan.workload import Machine, Workload
 
 COLLECTIVES, HOST = "collectives", "the host's memory"
@@ -71,7 +81,7 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
         settings: when the optimizer works; ``room`` of one rank's card.
     """
     machine = system.rank(_local(system, exchange))
-    forward, backward = _compute(load, machine)
+    forward, backward = phases(load, machine)
     reshards = exchange.resharding is not False
     again = exchange.layers if reshards else 0
     before = again + (exchange.embedding if reshards else 0)
@@ -102,21 +112,6 @@ def predict_ranks(load: Workload, system: System, exchange: Exchange, settings: 
     work = _sum(first, update, *[later] * between, *[last] * settings.micro_batches)
     tokens = settings.micro_batches * load.tokens * exchange.cards
     return prediction_of(step, tokens, settings.micro_batches * (forward + backward), work)
-
-
-def _compute(load: Workload, machine: Machine) -> tuple[float, float]:
-    """Of forward, and of backward with recomputation."""
-    forward, backward = (sum(seconds) for seconds in zip(*load.stage_seconds(machine), strict=True))
-    if load.recompute:
-        backward += forward
-    launched = [machine.launch * count for count in load.launches]
-    if load.recompute:
-        launched[1] += launched[0]
-    head = load.head_seconds(machine)
-    return (
-        load.layers * max(forward, launched[0]) + head[0],
-        load.layers * max(backward, launched[1]) + head[1],
-    )
 
 
 def _local(system: System, exchange: Exchange) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from offload.plan.prediction import Prediction
 from offload.plan.work import Work
 from offload.plan.workload import Machine
 from offload.training.budgeting import Plan
-from offload.training.placement import Room, placed
+from offload.training.placement import Room, is_auto, placed
 from offload.training.settings import TrainSettings
 
 ALIKE = 0.01
@@ -81,6 +81,11 @@ class _Candidate:
     settings: Any
     least: Plan
     speed: float
+
+
+def _kind(candidate: _Candidate) -> Changes:
+    """What it changes beside its micro-batch."""
+    return tuple(word for word in candidate.changes if not word.startswith("batch_size="))
 
 
 class OfMemory(Protocol):
@@ -156,7 +161,7 @@ class Ranking:
             candidates = self._candidates(shapes, in_flight)
             found = found or self._told(candidates, number)
             if found and all(choice.rounds_otherwise for choice in found):
-                same = (each for each in candidates if not Choice(each.changes, each.least).rounds_otherwise)
+                same = [each for each in candidates if not Choice(each.changes, each.least).rounds_otherwise]
                 exact = list(map(self._predicted, itertools.islice(self._fitting(same), 1)))
                 found = [*found[: number - len(exact)], *exact]
             if any(not choice.rounds_otherwise for choice in found):
@@ -177,20 +182,46 @@ class Ranking:
         plan = placed(choice.plan, found, changed.optimizer, self._dtype.itemsize)
         return Choice(choice.changes, plan, found)
 
-    def _fitting(self, candidates: Iterable[_Candidate]) -> Iterator[Choice]:
+    def _fitting(self, candidates: Sequence[_Candidate]) -> Iterator[Choice]:
         """What fits, in the order of estimated speed."""
+        of_kinds: dict[Changes, list[_Candidate]] = {}
+        for candidate in candidates:
+            of_kinds.setdefault(_kind(candidate), []).append(candidate)
         kinds: set[Changes] = set()
         for candidate in candidates:
-            kind = tuple(word for word in candidate.changes if not word.startswith("batch_size="))
+            kind = _kind(candidate)
             if kind in kinds:
                 continue  # a larger micro-batch of this kind fits, or was as fast
-            try:
-                found = self._planner.plan(candidate.settings, self._device, self._dtype)
-            except UserError:
+            found = self._choice(candidate)
+            if found is None:
                 continue
-            if found.budget.fits(*self._limits) and self._allowed(candidate.changes):
-                kinds.add(kind)
-                yield Choice(candidate.changes, found)
+            kinds.add(kind)
+            if is_auto(candidate.settings.optimizer):
+                found = self._with_room(found, of_kinds[kind])
+            yield found
+
+    def _choice(self, candidate: _Candidate) -> Choice | None:
+        """The candidate with its memory, if it fits and is allowed."""
+        try:
+            found = self._planner.plan(candidate.settings, self._device, self._dtype)
+        except UserError:
+            return None
+        fits = found.budget.fits(*self._limits) and self._allowed(candidate.changes)
+        return Choice(candidate.changes, found) if fits else None
+
+    def _with_room(self, found: Choice, kind: Sequence[_Candidate]) -> Choice:
+        """Of strategy ``auto``, which has the memory that activations leave: the fastest micro-batch that is no larger
+        than one that fits."""
+        choices = [found]
+        for candidate in kind:
+            if candidate.settings.batch_size < found.plan.batch:
+                choices += filter(None, [self._choice(candidate)])
+
+        def speed(choice: Choice) -> float:
+            changed = applied(self._settings, choice.changes)
+            return self._predictor.estimate(changed, choice.plan, self._machine, self._dtype, self._room)
+
+        return max(choices, key=speed)
 
     def _candidates(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> list[_Candidate]:
         """What may fit, in the order of estimated speed."""

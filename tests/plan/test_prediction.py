@@ -15,11 +15,22 @@ from offload.plan import prediction
 from offload.plan.cards import CARDS, find_card
 from offload.plan.efficiency import ATTENTION, SHARES
 from offload.plan.machines import PACKED_BYTES, card_named, kind_of, machine_of_card, machine_of_rates
-from offload.plan.prediction import COMPUTE, CPU_UPDATE, DOWN, GPU_UPDATE, UP, Settings, estimate, passes, predict
+from offload.plan.prediction import (
+    COMPUTE,
+    CPU_UPDATE,
+    DOWN,
+    GPU_UPDATE,
+    UP,
+    Settings,
+    compute_seconds,
+    estimate,
+    passes,
+    predict,
+)
 from offload.plan.rates import CPU_FORMATS
 from offload.plan.replay import replay
 from offload.plan.work import Amount, Work
-from offload.plan.workload import GB, LLAMA2_7B, Machine, Passes, Workload
+from offload.plan.workload import GB, LLAMA2_7B, MACHINES, Machine, Passes, Workload
 
 LAYERS = 8
 ELEMENTS = 2**26
@@ -327,3 +338,18 @@ def test_fp32_states_are_played_by_fp32_states() -> None:
     load = dataclasses.replace(LOAD, dtype=torch.float32)
     found = predict(load, MACHINE, Settings("stream", 8.0, update_in_backward=True))
     assert found.busy[UP] == pytest.approx(LAYERS * ELEMENTS * 8 / (10 * GB), rel=0.05)
+
+
+def test_the_closed_form_knows_that_small_layers_wait_for_the_host() -> None:
+    """Twice the tokens of layers that take less than their launches take no longer."""
+    machine = dataclasses.replace(MACHINES["rtx4090"], launch=1e-5)
+    settings = Settings("resident", 4.03, update_in_backward=True)
+
+    def seconds(tokens: int) -> float:
+        passes = Passes((1e-7 * tokens, 2e-7 * tokens), (0.0, 0.0))
+        load = Workload(4, (1024,), tokens=tokens, passes=passes, launches=(100, 200), recompute=False)
+        assert estimate(load, machine, settings) == pytest.approx(compute_seconds(load, machine))
+        return estimate(load, machine, settings)
+
+    assert seconds(1024) == seconds(2048) == pytest.approx(4 * 300 * 1e-5)
+    assert seconds(2**16) == pytest.approx(4 * 3e-7 * 2**16)

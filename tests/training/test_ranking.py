@@ -188,6 +188,22 @@ def test_auto_is_among_them_where_it_is_faster_with_the_states_that_it_keeps() -
     assert best[0].plan.budget.host == same.plan.budget.host
 
 
+class _LeftOver(_Predictor):
+    """`auto` is the faster the more memory is left."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        left = (8.5 * GIB - plan.budget.device) / GIB if settings.optimizer.get("strategy") == "auto" else 0.0
+        return (1 + left) * super().estimate(settings, plan, machine, dtype, room)
+
+
+def test_auto_has_the_micro_batch_that_leaves_it_room() -> None:
+    """A larger one fits, and before its activations are known it would be faster."""
+    best = ranked(8.5, predictor=_LeftOver())[0]
+    assert best.changes == ("batch_size=2", "optimizer.strategy=auto"), (
+        "2 / 3 * 3.5, beside 1 / 2 * 4.5 and 4 / 5 * 1.5"
+    )
+
+
 class _Rounding(_Predictor):
     """Every other format is faster, and `auto` by 1 %."""
 

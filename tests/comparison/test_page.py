@@ -88,3 +88,16 @@ def test_a_browser_draws_a_curve_of_each_run_in_each_panel_and_asks_nobody(write
     )
     page.write_text(text)
     assert "example.org" not in browse(page, tmp_path)[1].replace(page.as_uri(), "")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page with")
+def test_long_values_leave_room_for_every_run(write, tmp_path: Path) -> None:
+    """A path of 60 letters in each of two runs pushed the third out of sight."""
+    paths = [f"/data/{'deep/' * 10}a.jsonl", f"/data/{'deep/' * 10}b.jsonl", "c.jsonl"]
+    runs = [write(str(i), "A", [2, 1], config={"dataset": {"path": path}}) for i, path in enumerate(paths)]
+    text = page_of(*runs)
+    assert all(f"<td>{path}</td>" in text for path in paths)
+    ask = 'const t = document.querySelector(".table"); document.title = `${t.scrollWidth <= t.clientWidth}`'
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", f"<script>{ask}</script></body>"), encoding="utf-8")
+    assert "<title>true</title>" in browse(page, tmp_path)[0]

@@ -31,6 +31,8 @@ def test_it_tells_and_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     told = {line[:30].strip(): line[30:].strip() for line in out.splitlines()}
     assert told["host memory, all threads"] == "40.0 GB/s" and told["torch"] == torch.__version__
+    assert told["matrix products"] == "0.20 TFLOPS"
+    assert any(line.split()[-4:] == ["fused", "1,000", "M", "parameters/s"] for line in out.splitlines())
     assert str(profile_path()) in out
     profile = read_profile(this_machine.machine_of(torch.device("cpu"), []))
     assert profile is not None and profile.rates == RATES

@@ -65,11 +65,11 @@ class Choice:
 
     def adds_nothing_to(self, other: Choice) -> bool:
         """Whether it is another choice with more changes, and hardly faster."""
-        return _adds_nothing(self, other)
+        return _adds_nothing(self, other, self.speed)
 
 
-def _adds_nothing(one: Choice | _Candidate, other: Choice | _Candidate) -> bool:
-    return set(other.changes) < set(one.changes) and one.speed < (1 + WORTH) * other.speed
+def _adds_nothing(one: Choice, other: Choice, speed: float) -> bool:
+    return set(other.changes) < set(one.changes) and speed < (1 + WORTH) * other.speed
 
 
 _FORMATS = ("optimizer=", "optimizer.optimizer_class=", "optimizer.state_dtype=", "optimizer.master=")
@@ -169,11 +169,13 @@ class Ranking:
         return sorted(found, key=lambda choice: (-choice.speed, len(choice.changes)))
 
     def _told(self, candidates: Sequence[_Candidate], number: int) -> list[Choice]:
-        """The fastest that fit, without those that add nothing to another one, by their estimates or predictions."""
-        fitting = {choice.changes: choice for choice in itertools.islice(self._fitting(candidates), 2 * number)}
-        estimated = [candidate for candidate in candidates if candidate.changes in fitting]
-        worth = [fitting[one.changes] for one in estimated if not any(_adds_nothing(one, other) for other in estimated)]
-        found = list(map(self._predicted, worth[:number]))
+        """The fastest that fit, without those that add nothing to another one: by their estimates beside its
+        prediction, which may be less than was estimated, and by their predictions."""
+        speeds = {candidate.changes: candidate.speed for candidate in candidates}
+        found: list[Choice] = []
+        for choice in itertools.islice(self._fitting(candidates), 2 * number):
+            if len(found) < number and not any(_adds_nothing(choice, other, speeds[choice.changes]) for other in found):
+                found.append(self._predicted(choice))
         return [choice for choice in found if not any(map(choice.adds_nothing_to, found))]
 
     def _predicted(self, choice: Choice) -> Choice:

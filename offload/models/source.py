@@ -108,6 +108,12 @@ def describe(
     return torchtune_described.describe(section, dtype, adapts=adapts)
 
 
+def masks_documents(section: DictConfig) -> bool:
+    """As :class:`ModelSource` says, of the one for a ``model`` section."""
+    of = huggingface.HuggingFaceSource if _is_of_transformers(section) else torchtune.TorchtuneSource
+    return bool(of.masks_documents)
+
+
 def files_of(model: DictConfig, checkpointer: DictConfig | None) -> tuple[str, Any] | None:
     """The key and the folder of the files that have a model's sizes, where reading them is enough to know it."""
     if not _is_of_transformers(model):

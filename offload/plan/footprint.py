@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.plan.heap import Event, held_beyond_use
+from offload.plan.heap import Event, Step, held_beyond_use
+from offload.plan.objects import Objects
 from offload.plan.without_memory import without_memory
 
 # What the caching allocator of CUDA and XPU rounds each block up to.
@@ -46,15 +47,6 @@ class Moment:
     parts: dict[str, int] = field(default_factory=dict)
     at: str = ""
 
-
-EDGE, DIMENSION, STORAGE, VERSION, TASK = 16, 8, 96, 24, (24, 16)
-"""Bytes of small objects that stay, in the order in which PyTorch makes them: a node of autograd's graph has a list of
-its edges, one for each tensor that it has a gradient for, and some have sizes; a tensor with memory of its own has a
-``c10::StorageImpl`` before it and a counter of versions behind; backward has two tables of the nodes. Larger objects,
-as nodes themselves, fit into no remainder of a tensor."""
-
-KEEP_SIZES = {"view", "_unsafe_view", "_reshape_alias", "expand", "sum", "mean", "select", "slice", "as_strided"}
-"""Operations whose nodes keep their input's sizes (tools/autograd/derivatives.yaml)."""
 
 HEAD, TAIL = -1, -2
 """Stages of backward beside those of layers: until a layer has a gradient, and when what is before all layers has."""
@@ -156,8 +148,8 @@ def footprint(
     # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
     played = mock.patch.object(F, "scaled_dot_product_attention", _played_attention)
 
-    def trace() -> tuple[_Account, int]:
-        account = _Account(module, layers)
+    def trace(keeps_gradients: bool = keeps_gradients) -> tuple[_Account, int]:
+        account = _Account(module, layers, follows_heap=host_states is not None)
         with played, account.following(keeps_gradients, gradient_dtype), account:
             loss = step()
             kept = account.now[ACTIVATIONS]
@@ -167,7 +159,13 @@ def footprint(
         return account, kept
 
     account, kept = without_memory(module, trace)
-    heap = 0 if host_states is None else held_beyond_use(account.events, host_states, micro_batches)
+    heap = 0
+    if host_states is not None:
+        events, inputs = account.events, account.inputs
+        first = events
+        if micro_batches > 1 and not keeps_gradients:  # but the others' are added to the first's
+            first = without_memory(module, lambda: trace(True))[0].events
+        heap = held_beyond_use(Step(events[:inputs], first[inputs:], events[inputs:], host_states, micro_batches))
     return Footprint(account.before, account.stages, kept, heap)
 
 
@@ -177,9 +175,13 @@ class _Account(TorchDispatchMode):
     Args:
         module: its tensors are there already.
         layers: of the module.
+        follows_heap: note what the C library is asked for.
+
+    Attributes:
+        inputs: how many of ``events`` came before the first module's forward.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], *, follows_heap: bool) -> None:
         super().__init__()
         self.now: dict[str, int] = defaultdict(int)
         self.before = Moment()
@@ -190,10 +192,8 @@ class _Account(TorchDispatchMode):
         self._module = module
         self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
         self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
-        self.events: list[Event] = []
-        self._nodes = self._first_node = torch._C._autograd._get_sequence_nr()
-        self._of_view: tuple[int, ...] = ()
-        self._of_recomputation: list[int] = []
+        self.inputs = 0
+        self._objects = Objects() if follows_heap else None
         self._total = 0
         for tensor in (*module.parameters(), *module.buffers()):
             self._add(tensor, PARAMETERS)
@@ -208,61 +208,50 @@ class _Account(TorchDispatchMode):
             # Autograd adds a tensor's gradients in place where no mode looks on:
             # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
             return args[0].add_(args[1])
-        self._note_nodes(func, args)
+        if func in _SUMS and _is_let_go(args[0]):
+            # Autograd does this in place, too, where no mode looks on:
+            # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/FunctionsManual.cpp
+            return _SUMS[func](*args, **(kwargs or {}))
+        if self._objects is not None:
+            self._objects.operation(func, args)
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             if isinstance(each, Tensor):
-                self._add(each, ACTIVATIONS)
+                is_new = self._add(each, ACTIVATIONS)
+                if self._objects is not None:
+                    self._objects.tensor(each, is_view=not is_new)
         return out
 
-    def _note_nodes(self, func: Any = None, args: Any = ()) -> None:
-        """Autograd numbers its nodes. It makes a view's after the operation, any other's before. The loss holds on to
-        those of forward until backward is over; a checkpointed layer's second forward to its own."""
-        number = torch._C._autograd._get_sequence_nr()
-        is_backward = torch._C._current_autograd_node() is not None
-        if is_backward and not torch.is_grad_enabled():
-            self.events += [(key, None, False) for key in self._of_recomputation]
-            self._of_recomputation.clear()
-            self._nodes = number
-            return
-        before, self._of_view = self._of_view, ()
-        sizes = () if func is None else _small_objects(func, args)
-        if func is not None and func.is_view:
-            self._of_view = sizes
-        for node in range(self._nodes, number):
-            for place, nbytes in enumerate(before or sizes):
-                key = -(_MOST_OF_A_NODE * node + place) - 1
-                self.events.append((key, nbytes, False))
-                if is_backward:
-                    self._of_recomputation.append(key)
-            before = ()
-        self._nodes = number
+    @property
+    def events(self) -> list[Event]:
+        """What the C library was asked for."""
+        return [] if self._objects is None else self._objects.events
 
     def begin_backward(self) -> None:
-        """Which has a table of all nodes until it is over."""
-        self._note_nodes()
-        number = len(TASK) * (self._nodes - self._first_node)
-        self.events += [(-1 - (1 << 40) - place, TASK[place % len(TASK)], False) for place in range(number)]
+        if self._objects is not None:
+            self._objects.begin_backward()
 
     def _are_gradients(self, one: Tensor, other: Any) -> bool:
         return one.shape in self._shapes and isinstance(other, Tensor) and other.shape == one.shape
 
-    def _add(self, tensor: Tensor, kind: str) -> None:
+    def _add(self, tensor: Tensor, kind: str) -> bool:
+        """Whether its storage is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._storages:
-            entry = self._storages[key] = [kind, -(-storage.nbytes() // BLOCK) * BLOCK]
-            self._change(kind, entry[1])
-            if kind != PARAMETERS:
-                self.events.append((key + 1, STORAGE, False))
-                self.events.append((key, storage.nbytes(), True))
-                self.events.append((key + 2, VERSION, False))
-            weakref.finalize(storage, self._gone, key)
+        if key in self._storages:
+            return False
+        entry = self._storages[key] = [kind, -(-storage.nbytes() // BLOCK) * BLOCK]
+        self._change(kind, entry[1])
+        if kind != PARAMETERS and self._objects is not None:
+            self._objects.storage(key, storage.nbytes())
+        weakref.finalize(storage, self._gone, key)
+        return True
 
     def _gone(self, key: int) -> None:
         kind, nbytes = self._storages.pop(key)
         self._change(kind, -nbytes)
-        self.events += [(key + place, None, place == 0) for place in range(3)]
+        if self._objects is not None:
+            self._objects.gone(key)
 
     def _change(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes
@@ -304,7 +293,7 @@ class _Account(TorchDispatchMode):
             param.register_post_accumulate_grad_hook(take) for param in self._module.parameters() if param.requires_grad
         ]
         for name, each in self._module.named_modules():
-            handles.append(each.register_forward_pre_hook(lambda *_, name=name: self.where.append(name)))
+            handles.append(each.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
             handles.append(each.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:
             yield
@@ -312,32 +301,27 @@ class _Account(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
+    def _enter(self, name: str) -> None:
+        self.inputs = self.inputs or len(self.events)
+        self.where.append(name)
+
     def _leave(self) -> None:
         self.where.pop()
 
 
+_SUMS = {torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default}
+
+
 def _are_summed(one: Tensor, other: Any) -> bool:
     """Whether these are gradients that autograd sums, and nothing else holds on to the first."""
+    return isinstance(other, Tensor) and other.shape == one.shape and one.is_contiguous() and _is_let_go(one)
+
+
+def _is_let_go(tensor: Tensor) -> bool:
+    """Whether this is a tensor of backward's own that nothing else holds on to."""
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return False
-    uses = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1  # less the one of this question
-    return isinstance(other, Tensor) and other.shape == one.shape and uses == 1 and one.is_contiguous()
-
-
-_MOST_OF_A_NODE = 8
-
-
-def _small_objects(func: Any, args: Any) -> tuple[int, ...]:
-    """Bytes of those that an operation's node has."""
-    given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
-    if not given:
-        return ()
-    name, edges = func.overloadpacket.__name__, EDGE * len(given)
-    if name in KEEP_SIZES:
-        return edges, DIMENSION * max(1, given[0].dim())
-    if name == "mm":  # of both, and their strides
-        return edges, *4 * (2 * DIMENSION,)
-    return (edges,)
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # with the one of this question
 
 
 def _played_attention(
@@ -350,20 +334,25 @@ def _played_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` with the memory of a fused kernel."""
-    return _Attention.apply(query, key, value)
+    """``scaled_dot_product_attention`` with the memory of a fused kernel, which adds a mask as numbers."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    return _Attention.apply(query, key, value, attn_mask)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         # [batch, heads, tokens, dim], which lies in memory as [batch, tokens, heads, dim]: what follows copies nothing.
         batch, heads, tokens, _ = query.shape
         out = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(mask, key, query, value, sums, out)  # in the order in which PyTorch's kernel lets go of them
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        mask, key, query, value, sums, out = ctx.saved_tensors
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        del out, sums, value, query, key, mask  # the order of a C++ function's variables
+        return gradients

@@ -12,9 +12,11 @@ what the heap holds beyond its use comes from.
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 MINSIZE = 32
 """Bytes of the smallest chunk."""
@@ -53,8 +55,10 @@ STARTS = 6
 """Heaps that differ in what was there before: where small objects come to lie decides how large the holes are, and
 equal runs differ by as much as these do. What is told is the mean."""
 
-OBJECTS = (24, 40, 56, 104)
-"""Bytes of what was there, in turn; every second one is gone again."""
+FREE_BEFORE = {48: 1637, 64: 630, 80: 1353, 96: 230, 112: 7, 128: 20, 144: 22, 160: 5, 176: 2, 320: 6, 528: 3}
+"""Chunks of each size that importing libraries and loading a model leave free, between others that stay: those that
+``malloc_info`` told in a run of tiny_llama_offload before its first step. Without them more small objects of a step
+come to lie between its tensors."""
 
 Event = tuple[int, int | None, bool]
 """A key; bytes when memory is taken, None when it is given back; whether it is a tensor's, which is aligned."""
@@ -317,26 +321,51 @@ def _bin_of(size: int) -> int:
     return 126
 
 
-def held_beyond_use(events: Iterable[Event], states: Sequence[int] = (), micro_batches: int = 1) -> int:
-    """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that.
+@dataclass(frozen=True)
+class Step:
+    """What the C library is asked for in a step, in the order in which memory comes and goes.
 
-    Args:
-        events: of a micro-batch in the order in which memory comes and goes; what is left goes at its end.
-        states: bytes of each tensor that comes at the end of the first micro-batch and stays.
-        micro_batches: of a step.
+    Attributes:
+        inputs: of all micro-batches. What is left of them goes when the next step's are there.
+        first: of the first micro-batch. What is left, as gradients, goes when the step ends.
+        others: of each other; what is left goes at its end.
+        states: bytes of each tensor that comes when the first step ends, and stays.
+        micro_batches: number of them.
     """
-    events = list(events)
-    passes = STEPS * min(micro_batches, MOST_MICRO_BATCHES)
-    return sum(_held(events, states, passes, 40 * start) for start in range(STARTS)) // STARTS
+
+    inputs: Sequence[Event]
+    first: Sequence[Event]
+    others: Sequence[Event] = ()
+    states: Sequence[int] = ()
+    micro_batches: int = 1
 
 
-def _held(events: Sequence[Event], states: Sequence[int], passes: int, objects: int) -> int:
+def held_beyond_use(step: Step) -> int:
+    """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that."""
+    return sum(_held(step, start) for start in range(STARTS)) // STARTS
+
+
+def _used_before(start: int) -> Heap:
+    """As an interpreter leaves it that has imported what a run needs; ``start`` is one of STARTS."""
     heap = Heap()
-    before = [heap.allocate(OBJECTS[index % len(OBJECTS)], aligned=False) for index in range(objects)]
-    for chunk in before[::2]:
+    sizes = [size for size, number in FREE_BEFORE.items() for _ in range(number)]
+    random.Random(start).shuffle(sizes)
+    gone = []
+    for size in sizes:
+        gone.append(heap.allocate(size - 8, aligned=False))
+        heap.allocate(MINSIZE - 8, aligned=False)
+    for chunk in gone:
         heap.free(chunk)
+    return heap
+
+
+def _held(step: Step, start: int) -> int:
+    heap = _used_before(start)
     most = used = 0
-    for index in range(passes):
+
+    def play(events: Iterable[Event]) -> list[int]:
+        """Returns the chunks that are left."""
+        nonlocal most, used
         chunks: dict[int, int] = {}
         for key, nbytes, aligned in events:
             if nbytes is not None:
@@ -344,9 +373,21 @@ def _held(events: Sequence[Event], states: Sequence[int], passes: int, objects: 
                 most, used = max(most, heap.resident), max(used, heap.in_use)
             elif key in chunks:
                 heap.free(chunks.pop(key))
-        for nbytes in states if index == 0 else ():
-            heap.allocate(nbytes)
-            most, used = max(most, heap.resident), max(used, heap.in_use)
-        for chunk in chunks.values():
+        return list(chunks.values())
+
+    def let_go(chunks: Iterable[int]) -> None:
+        for chunk in chunks:
             heap.free(chunk)
+
+    last: list[int] = []
+    for number in range(STEPS):
+        inputs = play(step.inputs)
+        let_go(last)
+        last = inputs
+        gradients = play(step.first)
+        for _ in range(min(step.micro_batches, MOST_MICRO_BATCHES) - 1):
+            let_go(play(step.others))
+        if number == 0:
+            play((-1 - index, nbytes, True) for index, nbytes in enumerate(step.states))
+        let_go(gradients)
     return most - used

@@ -207,7 +207,6 @@ class Planner:
             staying = None
             if not on_gpu:
                 staying = [(name, nbytes) for _, name, nbytes in self._states_of(settings, model.named) or ()]
-                staying += [(name, _nbytes([param])) for name, param in model.named if are_apart]
             counted = self._tracer.count(parts, settings, dtype, int(length), keeps=keeps, host_states=staying)
         else:
             counted = without_activations(model.nbytes, sum(model.sizes) if keeps else 0)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from omegaconf import ListConfig
 from torch import Tensor, nn
 
 from offload.config.loading import instantiate
 from offload.engine.units import clean_name
 from offload.models.protocol import CausalLM
+from offload.models.source import masks_documents
 from offload.plan.footprint import Footprint, footprint, of_more_layers
 from offload.training.activations import prepare_activations
 from offload.training.loss import SummedLoss
@@ -97,7 +100,7 @@ class Tracer:
                 comes with the first update and stays.
         """
         key = (repr(settings.model), repr(settings.loss), repr(getattr(settings, "adapter", None)), dtype, length,
-               settings.enable_activation_checkpointing, settings.compile, keeps,
+               is_packed(settings), settings.enable_activation_checkpointing, settings.compile, keeps,
                None if host_states is None else (tuple(host_states), settings.gradient_accumulation_steps))  # fmt: skip
         found = self._found.setdefault(key, {})
 
@@ -142,7 +145,8 @@ def _trace(
     host_states: Sequence[tuple[str, int]] | None,
     number: int,
 ) -> Footprint:
-    few, layers, step = shortened(model, settings, batch, length, number=number)
+    packs = Packs.of(settings, on_host=host_states is not None)
+    few, layers, step = shortened(model, settings, batch, length, number=number, packs=packs)
     staying = None
     if host_states is not None:
         names = {clean_name(name) for name, _ in few.module.named_parameters()}
@@ -151,12 +155,53 @@ def _trace(
                      micro_batches=settings.gradient_accumulation_steps)  # fmt: skip
 
 
+def is_packed(settings: TrainSettings) -> bool:
+    """Whether a row holds several samples. Packed and other data sets are never mixed."""
+    sections = settings.dataset if isinstance(settings.dataset, list | ListConfig) else [settings.dataset]
+    return any(section.get("packed") for section in sections)
+
+
+class Packs(enum.Enum):
+    """What a model is told of the documents in each row of a micro-batch."""
+
+    NOTHING = enum.auto()
+    """A row is one sample."""
+    POSITIONS = enum.auto()
+    """Of each token in its document. Torchtune's also take a mask for flex attention, which is small."""
+    MASK = enum.auto()
+    """Positions, and what each token attends to."""
+
+    @classmethod
+    def of(cls, settings: TrainSettings, *, on_host: bool) -> Packs:
+        """Those of a run."""
+        if not is_packed(settings):
+            return cls.NOTHING
+        return cls.MASK if on_host and masks_documents(settings.model) else cls.POSITIONS
+
+    def batch(self, size: int, length: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs of a model, without values, and the labels."""
+        tokens, labels = (torch.zeros(size, length, dtype=torch.long, device=device) for _ in range(2))
+        inputs = {"tokens": tokens}
+        if self is not Packs.NOTHING:
+            inputs["input_pos"] = torch.zeros_like(tokens)
+        if self is Packs.MASK:
+            each = [torch.ones(length, length, dtype=torch.bool, device=device) for _ in range(size)]
+            inputs["mask"] = torch.stack(each)
+        return inputs, labels
+
+
 def shortened(
-    model: CausalLM, settings: TrainSettings, batch: int, length: int, *, number: int
+    model: CausalLM,
+    settings: TrainSettings,
+    batch: int,
+    length: int,
+    *,
+    number: int,
+    packs: Packs = Packs.NOTHING,
 ) -> tuple[CausalLM, list[nn.Module], Callable[[], Tensor]]:
     """A copy of the model with its first ``number`` layers alone, ready to train; these layers, beside which another
     list may have more parameters (a frozen tower's); and what computes its loss on ``batch`` sequences of ``length``
-    tokens."""
+    tokens, which stay."""
     layers = _layers(model.module)
     whole = layers.modules
     if layers.name:
@@ -173,11 +218,14 @@ def shortened(
     if settings.compile and hasattr(loss_fn, "compute_cross_entropy"):
         loss_fn.compute_cross_entropy = lambda logits, *_, **__: _CompiledLoss.apply(logits)
     model.module.train()
+    staying: list[Any] = []
 
     def step() -> Tensor:
-        ids = torch.zeros(batch, length, dtype=torch.long, device=next(model.module.parameters()).device)
+        device = next(model.module.parameters()).device
+        staying[:] = (packs.batch(batch, length, device) for _ in range(settings.gradient_accumulation_steps))
+        inputs, labels = staying[0]
         loss = SummedLoss(model, loss_fn)  # which looks for the head's parameters, and they may have been replaced
-        return loss({"tokens": ids}, ids, ids.numel())
+        return loss(inputs, labels, labels.numel())
 
     kept = model.module.get_submodule(layers.path) if layers.name else nn.ModuleList()
     return model, list(kept.children()), step

@@ -1,0 +1,139 @@
+"""What PyTorch asks the C library for in a step on the CPU: tensors, and the small objects beside them.
+
+Small objects decide which holes tensors leave. Sizes are those of PyTorch 2.13 for 64-bit Linux, seen by recording
+every ``malloc`` of a step; other versions' differ by a few bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from offload.plan.heap import Event
+
+STORAGE, VERSION, TENSOR = 96, 24, 176
+"""A tensor with memory of its own has a ``c10::StorageImpl`` before it, then a ``c10::TensorImpl`` and a counter of
+versions; a view has a ``c10::TensorImpl``."""
+
+OF_AUTOGRAD, OF_VIEW = 184, 312
+"""``AutogradMeta`` of a tensor that autograd made a node for, and ``DifferentiableViewMeta`` of a view."""
+
+EDGE, DIMENSION, HOOKED = 16, 8, 32
+"""A node of autograd's graph has a list of its edges, one for each tensor that it has a gradient for; some have sizes.
+Where hooks look after saved tensors, as in a checkpointed layer, each has an object more."""
+
+TASK = (24, 16)
+"""Backward has two tables of the nodes."""
+
+NODES = {
+    "mul": (640, 2), "div": (632, 2), "add": (512, 0), "sub": (512, 0), "neg": (464, 0), "pow": (576, 1),
+    "mm": (736, 2), "addmm": (800, 2), "bmm": (624, 2), "silu": (544, 1), "gelu": (576, 1), "mean": (536, 0),
+    "sum": (528, 0), "rsqrt": (544, 1), "sigmoid": (544, 1), "tanh": (544, 1), "exp": (544, 1), "cos": (544, 1),
+    "sin": (544, 1), "embedding": (568, 1), "index_select": (576, 1), "cat": (528, 0), "stack": (504, 0),
+    "_to_copy": (472, 0), "clone": (464, 0), "t": (464, 0), "alias": (464, 0), "transpose": (480, 0),
+    "unsqueeze": (472, 0), "squeeze": (496, 0), "select": (504, 0), "slice": (536, 0), "split": (512, 0),
+    "_log_softmax": (560, 1), "nll_loss_forward": (800, 3),
+}  # fmt: skip
+"""Bytes of an operation's node, and how many tensors it saves."""
+
+OTHER_NODE = 488, 0
+"""Views, for the most part."""
+
+KEEP_SIZES = {"view", "_unsafe_view", "_reshape_alias", "expand", "sum", "mean", "select", "slice", "as_strided"}
+"""Operations whose nodes keep their input's sizes (tools/autograd/derivatives.yaml)."""
+
+
+class Objects:
+    """Follows a step's tensors and nodes.
+
+    Attributes:
+        events: in the order in which memory comes and goes. A storage's key is its address; others are negative.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._keys = itertools.count(-3, -3)
+        self._nodes = self._first_node = torch._C._autograd._get_sequence_nr()
+        self._made_node = False
+        self._of_recomputation: list[int] = []
+        self._tensors: set[int] = set()
+
+    def _take(self, nbytes: int) -> int:
+        key = next(self._keys)
+        self.events.append((key, nbytes, False))
+        return key
+
+    def operation(self, func: Any = None, args: Any = ()) -> None:
+        """One begins, and autograd has made its node, whose number is the latest.
+
+        The loss holds on to the nodes of forward until backward is over; a checkpointed layer's second forward to its
+        own.
+        """
+        number = torch._C._autograd._get_sequence_nr()
+        made = number - self._nodes
+        self._nodes = number
+        is_backward = torch._C._current_autograd_node() is not None
+        if is_backward and not torch.is_grad_enabled():
+            self.events += [(key, None, False) for key in self._of_recomputation]
+            self._of_recomputation.clear()
+            self._made_node = False
+            return
+        self._made_node = made > 0
+        if made:
+            sizes = (*[OTHER_NODE[0], EDGE] * (made - 1), *_of_node(func, args))
+            keys = [self._take(nbytes) for nbytes in sizes]
+            if is_backward:
+                self._of_recomputation += keys
+
+    def storage(self, key: int, nbytes: int) -> None:
+        """A tensor's memory, before the tensor."""
+        self.events.append((key + 1, STORAGE, False))
+        self.events.append((key, nbytes, True))
+
+    def gone(self, key: int) -> None:
+        """The memory of that storage."""
+        self.events += [(key + place, None, place == 0) for place in range(2)]
+
+    def tensor(self, tensor: Tensor, *, is_view: bool) -> None:
+        """An operation's result; whether the memory is another's."""
+        if id(tensor) in self._tensors:  # which it changed in place
+            return
+        self._tensors.add(id(tensor))
+        key = self._take(TENSOR)
+        weakref.finalize(tensor, self._let_go, id(tensor), key)
+        if not is_view:
+            self.events.append((key - 2, VERSION, False))
+        if self._made_node:
+            self.events.append((key - 1, OF_VIEW if is_view else OF_AUTOGRAD, False))
+
+    def _let_go(self, identity: int, key: int) -> None:
+        self._tensors.discard(identity)
+        self.events += [(key - place, None, False) for place in (2, 1, 0)]
+
+    def begin_backward(self) -> None:
+        """Which has a table of all nodes until it is over."""
+        self.operation()
+        for _ in range(self._nodes - self._first_node):
+            for nbytes in TASK:
+                self._take(nbytes)
+
+
+def _of_node(func: Any, args: Any) -> tuple[int, ...]:
+    """Bytes of an operation's node and of what it has, in the order in which PyTorch makes them."""
+    given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
+    if not given:
+        return OTHER_NODE[0], EDGE
+    name = func.overloadpacket.__name__
+    node, saved = NODES.get(name, OTHER_NODE)
+    hooked = (HOOKED,) * saved if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ()
+    found = node, EDGE * len(given), *hooked
+    if name in KEEP_SIZES:
+        return *found, DIMENSION * max(1, given[0].dim())
+    if name == "mm":  # of both, and their strides
+        return *found, *4 * (2 * DIMENSION,)
+    return found

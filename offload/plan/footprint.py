@@ -232,7 +232,9 @@ class _Account(TorchDispatchMode):
             self._objects.begin_backward()
 
     def _are_gradients(self, one: Tensor, other: Any) -> bool:
-        return one.shape in self._shapes and isinstance(other, Tensor) and other.shape == one.shape
+        if torch.is_grad_enabled() or one.shape not in self._shapes:
+            return False
+        return isinstance(other, Tensor) and other.shape == one.shape
 
     def _add(self, tensor: Tensor, kind: str) -> bool:
         """Whether its storage is new."""
@@ -314,7 +316,18 @@ _SUMS = {torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default}
 
 def _are_summed(one: Tensor, other: Any) -> bool:
     """Whether these are gradients that autograd sums, and nothing else holds on to the first."""
-    return isinstance(other, Tensor) and other.shape == one.shape and one.is_contiguous() and _is_let_go(one)
+    fits = isinstance(other, Tensor) and other.shape == one.shape and _is_let_go(one)
+    return fits and _is_dense(one)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in whichever order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _is_let_go(tensor: Tensor) -> bool:
@@ -347,7 +360,8 @@ class _Attention(torch.autograd.Function):
         batch, heads, tokens, _ = query.shape
         out = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(mask, key, query, value, sums, out)  # in the order in which PyTorch's kernel lets go of them
+        # In the order in which PyTorch's own lets go of them.
+        ctx.save_for_backward(mask, key, query, value, sums, out)
         return out
 
     @staticmethod

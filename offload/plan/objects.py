@@ -41,6 +41,13 @@ NODES = {
 }  # fmt: skip
 """Bytes of an operation's node, and how many tensors it saves."""
 
+NUMBER, IN_FP32 = 8, 4
+"""A number beside a tensor becomes a tensor of these bytes, and another to compute with."""
+
+KEEPS_NUMBER = {torch.ops.aten.mul.Tensor: True, torch.ops.aten.div.Tensor: True, torch.ops.aten.add.Tensor: False,
+                torch.ops.aten.sub.Tensor: False}  # fmt: skip
+"""Whether an operation's node keeps it until it runs in backward; otherwise it goes when the operation ends."""
+
 OTHER_NODE = 488, 0
 """Views, for the most part."""
 
@@ -62,11 +69,22 @@ class Objects:
         self._made_node = False
         self._of_recomputation: list[int] = []
         self._tensors: set[int] = set()
+        self._passing: list[int] = []  # keys of what the last operation alone needs
+        self._numbers: list[tuple[int, list[int]]] = []  # nodes and the keys of what goes when they run
 
-    def _take(self, nbytes: int) -> int:
+    def _take(self, nbytes: int, *, is_tensor: bool = False) -> int:
         key = next(self._keys)
-        self.events.append((key, nbytes, False))
+        self.events.append((key, nbytes, is_tensor))
         return key
+
+    def _small_tensor(self, nbytes: int) -> list[int]:
+        return [
+            self._take(STORAGE), self._take(nbytes, is_tensor=True), self._take(TENSOR), self._take(VERSION)
+        ]  # fmt: skip
+
+    def _free(self, keys: list[int]) -> None:
+        self.events += [(key, None, False) for key in reversed(keys)]
+        keys.clear()
 
     def operation(self, func: Any = None, args: Any = ()) -> None:
         """One begins, and autograd has made its node, whose number is the latest.
@@ -74,21 +92,36 @@ class Objects:
         The loss holds on to the nodes of forward until backward is over; a checkpointed layer's second forward to its
         own.
         """
+        self._free(self._passing)
+        running = torch._C._current_autograd_node()
+        is_backward = running is not None
+        if is_backward and func is torch.ops.aten.detach.default and not torch.is_grad_enabled():
+            self._made_node = False  # the hooks of a second forward, whose operation begins after them
+            return
         number = torch._C._autograd._get_sequence_nr()
         made = number - self._nodes
         self._nodes = number
-        is_backward = torch._C._current_autograd_node() is not None
         if is_backward and not torch.is_grad_enabled():
-            self.events += [(key, None, False) for key in self._of_recomputation]
-            self._of_recomputation.clear()
+            self._free(self._of_recomputation)
+            while self._numbers and self._numbers[-1][0] > running._sequence_nr():
+                self._free(self._numbers.pop()[1])
             self._made_node = False
             return
         self._made_node = made > 0
-        if made:
-            sizes = (*[OTHER_NODE[0], EDGE] * (made - 1), *_of_node(func, args))
-            keys = [self._take(nbytes) for nbytes in sizes]
-            if is_backward:
-                self._of_recomputation += keys
+        if not made:
+            return
+        is_number = func in KEEPS_NUMBER and not isinstance(args[1], Tensor)
+        of_number = self._small_tensor(NUMBER) if is_number else []
+        sizes = (*[OTHER_NODE[0], EDGE] * (made - 1), *_of_node(func, args, is_number))
+        keys = [self._take(nbytes) for nbytes in sizes]
+        if is_number:
+            self._passing += self._small_tensor(IN_FP32)
+            if not KEEPS_NUMBER[func]:
+                self._passing += of_number
+            elif not is_backward:
+                self._numbers.append((number - 1, of_number))
+        if is_backward:
+            self._of_recomputation += keys + (of_number if is_number and KEEPS_NUMBER[func] else [])
 
     def storage(self, key: int, nbytes: int) -> None:
         """A tensor's memory, before the tensor."""
@@ -123,7 +156,7 @@ class Objects:
                 self._take(nbytes)
 
 
-def _of_node(func: Any, args: Any) -> tuple[int, ...]:
+def _of_node(func: Any, args: Any, is_with_number: bool) -> tuple[int, ...]:
     """Bytes of an operation's node and of what it has, in the order in which PyTorch makes them."""
     given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
     if not given:
@@ -131,7 +164,7 @@ def _of_node(func: Any, args: Any) -> tuple[int, ...]:
     name = func.overloadpacket.__name__
     node, saved = NODES.get(name, OTHER_NODE)
     hooked = (HOOKED,) * saved if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ()
-    found = node, EDGE * len(given), *hooked
+    found = node, EDGE * (len(given) + is_with_number), *hooked
     if name in KEEP_SIZES:
         return *found, DIMENSION * max(1, given[0].dim())
     if name == "mm":  # of both, and their strides

@@ -134,7 +134,9 @@ class Shared(nn.Module):
 def events_of(module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """Of a step on the host."""
     found: list[Event] = []
-    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda events, *_: found.extend(events) or 0)
+    monkeypatch.setattr(
+        "offload.plan.footprint.held_beyond_use", lambda step: found.extend([*step.inputs, *step.first]) or 0
+    )
     with torch.device("meta"):
         empty = module()
     footprint(empty, lambda: empty(torch.zeros(BATCH, 256)).sum(), keeps_gradients=True, host_states=[])
@@ -151,20 +153,43 @@ def test_the_hosts_heap_is_asked_for_as_many_tensors_as_pytorch_asks_for(monkeyp
         assert counted.count(nbytes) == allocated.count(nbytes) > 1
 
 
-def test_the_hosts_heap_is_asked_for_every_nodes_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes are those of the graph that a step leaves, from its end; they stay until backward is over."""
-    events = events_of(Shared, monkeypatch)
-    nodes, left = set(), [Shared()(torch.zeros(BATCH, 256)).sum().grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in nodes and "AccumulateGrad" not in node.name():
-            nodes.add(node)
-            left += [before for before, _ in node.next_functions]
-    gone = {key for key, nbytes, _ in events if nbytes is None}
-    tables = [key for key, nbytes, _ in events if nbytes is not None and key < -(1 << 40)]
-    assert len(tables) == 2 * len(nodes)
-    edges = [nbytes for key, nbytes, _ in events if nbytes is not None and -(1 << 40) < key < 0 and key not in gone]
-    assert len(nodes) <= len(edges) <= 2 * len(nodes)
+class Masked(nn.Module):
+    """Attention with a mask of truth values, which a kernel takes as numbers, of some of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False)
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(4, 1, BATCH // 4, BATCH // 4, dtype=torch.bool, device=x.device)
+        if self.checkpointed:
+            return checkpoint(self._attention, x, mask, use_reentrant=False)
+        return self._attention(x, mask)
+
+    def _attention(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = self.linear(x).view(4, BATCH // 4, 4, 64).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).transpose(1, 2)
+        return out.reshape(BATCH, 256).index_select(0, torch.zeros(BATCH // 2, dtype=torch.long, device=x.device))
+
+
+class MaskedTwice(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpointed = True
+
+
+@pytest.mark.parametrize("module", [Masked, MaskedTwice])
+def test_a_mask_is_made_numbers_and_what_was_selected_gets_one_gradient(
+    module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = [nbytes for _, nbytes, is_tensor in events_of(module, monkeypatch) if is_tensor and nbytes]
+    real = module()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        real(torch.zeros(BATCH, 256)).sum().backward()
+    allocated = [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for nbytes in (BATCH * BATCH, OUT, OUT // 2, WEIGHT):
+        assert counted.count(nbytes) == allocated.count(nbytes) > 0, nbytes
 
 
 def test_gradients_may_be_kept_in_another_dtype() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.plan.heap import MMAP_THRESHOLD_MAX, STARTS, Event, Heap, held_beyond_use
+from offload.plan.heap import MMAP_THRESHOLD_MAX, STARTS, Event, Heap, Step, _used_before, held_beyond_use
 
 MIB = 1 << 20
 
@@ -117,35 +117,64 @@ def test_large_tensors_have_mappings_that_go_with_them() -> None:
     for chunk in chunks:
         mine.free(chunk)
     assert mine.resident == start and mine.in_use == 0
-    assert held_beyond_use([(0, 64 * MIB, True), (1, 64 * MIB, True), (0, None, True), (1, None, True)]) < MIB
+    events = [(0, 64 * MIB, True), (1, 64 * MIB, True), (0, None, True), (1, None, True)]
+    assert held_beyond_use(Step((), events)) < MIB
 
 
-def test_states_come_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come while what the first step leaves is still there: here a gradient, in whose room they cannot be."""
-    heaps: list[Heap] = []
+def follow(monkeypatch: pytest.MonkeyPatch, step: Step, *sizes: int) -> list[str]:
+    """What becomes of tensors of these bytes: a line for each that comes (``+``) or goes (``-``), of one heap."""
+    seen: list[str] = []
+    allocate, free = Heap.allocate, Heap.free
+    at: dict[int, int] = {}
 
-    class Seen(Heap):
-        def __init__(self) -> None:
-            super().__init__()
-            heaps.append(self)
+    def allocated(self: Heap, nbytes: int, *, aligned: bool = True) -> int:
+        chunk = allocate(self, nbytes, aligned=aligned)
+        if nbytes in sizes:
+            at[chunk] = nbytes
+            seen.append(f"+{nbytes}")
+        return chunk
 
-    monkeypatch.setattr("offload.plan.heap.Heap", Seen)
-    held_beyond_use([(0, MIB, True)], states=(100 << 10, 200 << 10), micro_batches=2)
-    assert len(heaps) == STARTS
-    assert all(300 << 10 <= heap.in_use < 330 << 10 for heap in heaps)
+    def freed(self: Heap, chunk: int) -> None:
+        if chunk in at:
+            seen.append(f"-{at.pop(chunk)}")
+        free(self, chunk)
+
+    monkeypatch.setattr("offload.plan.heap.STARTS", 1)
+    monkeypatch.setattr(Heap, "allocate", allocated)
+    monkeypatch.setattr(Heap, "free", freed)
+    held_beyond_use(step)
+    return seen
 
 
-def test_every_micro_batch_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    allocate = Heap.allocate
-    monkeypatch.setattr(Heap, "allocate", lambda self, size, **how: seen.append(size) or allocate(self, size, **how))
-    held_beyond_use([(0, 5000, True)])
-    once = seen.count(5000)
-    held_beyond_use([(0, 5000, True)], micro_batches=2)
-    assert seen.count(5000) == 3 * once == 9 * STARTS
+INPUT, GRADIENT, SUMMED, STATE = 5000, 6000, 7000, 8000
+
+
+def test_inputs_go_when_the_next_steps_are_there_and_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States come while gradients are still there, in whose room they cannot be."""
+    step = Step([(0, INPUT, True)], [(1, GRADIENT, True)], (), [STATE])
+    first = ["+5000", "+6000", "+8000", "-6000"]
+    assert follow(monkeypatch, step, INPUT, GRADIENT, STATE) == first + 2 * ["+5000", "-5000", "+6000", "-6000"]
+
+
+def test_what_the_first_micro_batch_leaves_stays_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step((), [(1, GRADIENT, True)], [(2, SUMMED, True)], (), micro_batches=3)
+    assert follow(monkeypatch, step, GRADIENT, SUMMED) == 3 * ["+6000", "+7000", "-7000", "+7000", "-7000", "-6000"]
+
+
+def test_a_heap_begins_with_the_small_holes_of_an_interpreter() -> None:
+    """Small objects take those, and a tensor's hole stays whole until they are used up."""
+    heap = _used_before(0)
+    tensor = heap.allocate(100_000)
+    heap.allocate(24, aligned=False)
+    heap.free(tensor)
+    heap.allocate(300_000)  # which puts what is free into bins
+    for size in (40, 56, 72):
+        for _ in range(200):
+            heap.allocate(size, aligned=False)
+    assert heap.allocate(100_000 - 16) == tensor
 
 
 def test_of_heaps_that_differ_it_tells_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter(range(STARTS))
     monkeypatch.setattr("offload.plan.heap._held", lambda *_: 10 * next(told))
-    assert held_beyond_use([]) == 10 * sum(range(STARTS)) // STARTS
+    assert held_beyond_use(Step((), ())) == 10 * sum(range(STARTS)) // STARTS

@@ -16,7 +16,7 @@ from offload.models.source import describe
 from offload.tiny import register_resolvers
 from offload.training import tracing
 from offload.training.settings import TrainSettings
-from offload.training.tracing import Tracer
+from offload.training.tracing import Packs, Tracer
 
 CASES = {
     "torchtune": ("tiny_llama_offload", ["model.num_layers=12", "batch_size=4"], False),
@@ -85,3 +85,38 @@ def test_layers_beside_a_larger_tower() -> None:
     parts.module.tower = torch.nn.ModuleList(torch.nn.Linear(1, of_a_layer, device="meta") for _ in range(4))
     _, layers, _ = tracing.shortened(parts, settings, 1, 8, number=2)
     assert [type(layer) for layer in layers] == [type(layer) for layer in whole[:2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "on_host", "told"),
+    [
+        ("tiny_llama_offload", [], True, Packs.MASK),
+        ("tiny_llama_offload", [], False, Packs.POSITIONS),
+        ("tiny_llama_offload", ["dataset.packed=False"], True, Packs.NOTHING),
+        ("qwen3_0_6b_offload", ["dataset.packed=True"], True, Packs.POSITIONS),
+        ("qwen3_0_6b_offload", ["dataset.packed=True"], False, Packs.POSITIONS),
+        ("qwen3_0_6b_offload", ["dataset.packed=False"], True, Packs.NOTHING),
+    ],
+)
+def test_a_model_is_told_of_packs_as_in_a_run(name: str, overrides: list[str], on_host: bool, told: Packs) -> None:
+    recipe = registry.find_recipe(registry.recipe_of_config(name))
+    register_resolvers()
+    _, settings = load_and_check(registry.our_configs()[name], overrides, load_recipe(recipe.path).Settings, [])
+    assert Packs.of(settings, on_host=on_host) is told
+    settings.dataset = [settings.dataset, settings.dataset]
+    assert Packs.of(settings, on_host=on_host) is told
+
+
+def test_masks_of_packs_are_counted_on_the_host() -> None:
+    """A layer that is not checkpointed keeps its own, in fp32; the batch has one of a byte a number, which stays."""
+    batch, length, layers = 4, 256, 2
+
+    def kept(packed: bool) -> int:
+        model, settings, dtype = described(
+            "tiny_llama_offload", [f"dataset.packed={packed}", f"batch_size={batch}"], False
+        )
+        return Tracer().count(model, settings, dtype, length, keeps=True, host_states=[]).kept
+
+    positions_and_rope = 8 * batch * length + layers * 2 * (batch * length * 32 * 4)
+    masks = (1 + 4 * layers) * batch * length**2
+    assert kept(True) - kept(False) == pytest.approx(masks + positions_and_rope, rel=1e-3)

@@ -48,7 +48,7 @@ def load_of(run: Published, counted: dict[Any, tuple[Work, Any]]) -> Workload:
         section = OmegaConf.create({"_component_": name, **arguments})
         model, _ = described.describe(section, torch.bfloat16, adapts=bool(run.lora_rank))
         settings: Any = OmegaConf.create(
-            {"enable_activation_checkpointing": recompute, "compile": False,
+            {"enable_activation_checkpointing": recompute, "compile": False, "gradient_accumulation_steps": 1,
              "loss": {"_component_": "offload.training.loss.LinearCrossEntropyLoss", "num_output_chunks": 8}}
         )  # fmt: skip
         few, of_few, step = shortened(model, settings, run.batch, run.length, number=2)

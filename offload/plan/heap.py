@@ -51,7 +51,7 @@ START = 0x290
 STEPS, MOST_MICRO_BATCHES = 3, 4
 """That are replayed; the heap has found its shape then."""
 
-STARTS = 6
+STARTS = 12
 """Heaps that differ in what was there before: where small objects come to lie decides how large the holes are, and
 equal runs differ by as much as these do. What is told is the mean."""
 

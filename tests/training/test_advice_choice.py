@@ -13,7 +13,7 @@ from offload.distributed.world import World
 from offload.errors import UserError
 from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Item
 from offload.training import advice
-from offload.training.advice import Advisor
+from offload.training.advice import ALONE, Advisor
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -112,35 +112,21 @@ def test_time_is_that_of_as_many_tokens(
             speed = after if settings.changes else 100.0
             return None if speed is None else (SimpleNamespace(tokens_per_second=speed, step_seconds=2.0), "measured")
 
+        predict_ranks_here = predict_here
+
     monkeypatch.setattr(advice, "Predictor", Known)
-    for processes in (1, 2):
-        advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes), processes=processes)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(Advisor, "_sharding", lambda self, changed: None)
+    for world, is_told in ((ALONE, True), (World(0, 2, 0, 2), True), (World(0, 4, 0, 2), False)):
+        advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes), world=world)  # type: ignore[arg-type, return-value]
         advisor._planner = SimpleNamespace()  # type: ignore[assignment]
         time = advisor._times(CPU, lambda changes: SimpleNamespace())  # type: ignore[arg-type, return-value]
-        assert time(("a=1",)) == (expected if processes == 1 else None), "of several processes nothing is predicted"
-
-
-def test_processes_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    class Advises:
-        def __init__(self, recipe: Any, settings: Any, *, processes: int) -> None:
-            given["processes"] = processes
-
-        def lines(self, device: Any, **options: Any) -> list[str]:
-            given.update(options)
-            return ["a line"]
-
-    monkeypatch.setattr(advice, "Advisor", Advises)
-    monkeypatch.setattr(advice, "room", lambda device, *, of_device: 800)
-    recipe = SimpleNamespace(world=World(0, 8, 0, 4), device=CPU, settings=None, memory_before=7)
-    assert advice.of_host_memory(recipe) == ["a line"]
-    assert given == {"processes": 8, "of_device": False, "used": 7, "room": 200}
+        assert time(("a=1",)) == (expected if is_told else None), "nothing tells how fast a network is"
 
 
 def test_the_room_of_a_run_on_the_cpu_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "total_memory", lambda device: 5)
-    monkeypatch.setattr(advice, "allowance", lambda used: 3)
+    monkeypatch.setattr(advice, "allowance", lambda used, *, processes: 48 // processes)
     cuda = torch.device("cuda")
-    rooms = [advice.room(device, of_device=of_device) for device in (CPU, cuda) for of_device in (True, False)]
-    assert rooms == [3, 3, 5, 3]
+    for world, of_host in ((ALONE, 48), (World(0, 8, 0, 4), 12)):
+        rooms = [advice.room(device, world, of_device=of) for device in (CPU, cuda) for of in (True, False)]
+        assert rooms == [of_host, of_host, 5, of_host]

@@ -108,7 +108,7 @@ def test_time_is_that_of_as_many_tokens(
         def __init__(self, planner: Any) -> None:
             pass
 
-        def predict_here(self, settings: Any, *_: Any) -> Any:
+        def predict_here(self, settings: Any, *_: Any, **__: Any) -> Any:
             speed = after if settings.changes else 100.0
             return None if speed is None else (SimpleNamespace(tokens_per_second=speed, step_seconds=2.0), "measured")
 

@@ -21,6 +21,7 @@ from offload.optim.formats import (
     Item,
     Kind,
     flat,
+    is_dense,
     param_kind,
     random_key,
     state_dtype_of,
@@ -361,7 +362,7 @@ class _Plan:
         """
         values = param
         is_contiguous = param.is_contiguous()
-        if not is_contiguous and not _is_dense(param):
+        if not is_contiguous and not is_dense(param):
             values = param.contiguous()
             copied.append((param, values))
         is_alike = grad.is_contiguous() if is_contiguous else grad.stride() == values.stride()
@@ -442,13 +443,3 @@ def _from_block(item: Item, lead: int, copied: list[tuple[Tensor, Tensor]]) -> I
             if name != "grad":
                 copied.insert(0, (flat(tensor), copies[name][lead:]))
     return item._replace(start=item.start - lead, **copies)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements fill a range of memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

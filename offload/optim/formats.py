@@ -177,6 +177,16 @@ def state_spec(dtype: torch.dtype, numel: int, state_dtype: str, master: str) ->
     return spec
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether elements fill a range of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in memory order, ``[numel]``."""
     return tensor.as_strided((tensor.numel(),), (1,))

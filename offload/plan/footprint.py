@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.optim.formats import is_dense
 from offload.plan.heap import Event, Step, held_beyond_use
 from offload.plan.objects import Objects
 from offload.plan.without_memory import without_memory
@@ -317,17 +318,7 @@ _SUMS = {torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default}
 def _are_summed(one: Tensor, other: Any) -> bool:
     """Whether these are gradients that autograd sums, and nothing else holds on to the first."""
     fits = isinstance(other, Tensor) and other.shape == one.shape and _is_let_go(one)
-    return fits and _is_dense(one)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie side by side, in whichever order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return fits and is_dense(one)
 
 
 def _is_let_go(tensor: Tensor) -> bool:

@@ -141,6 +141,11 @@ class Watch:
         self._stillness, self._silence = seconds, min(SILENCE, seconds)
 
     @property
+    def stillness(self) -> float:
+        """Seconds for which all processes may stand still."""
+        return self._stillness
+
+    @property
     def failure(self) -> Failure | None:
         """What ended the run, as far as this process knows."""
         return self._failure

@@ -161,7 +161,9 @@ class World:
         """The same processes, which tell each other things on another thread than the one that trains."""
         if self.size == 1:
             return self
-        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT + _LATER))
+        watched = watch.active()
+        limit = TIMEOUT if watched is None else datetime.timedelta(seconds=watched.stillness)
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=limit + _LATER))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -131,6 +131,7 @@ def test_the_watch_knows_who_is_waited_for_before_pytorch_gives_up(monkeypatch: 
 
     class Watched:
         limit = given.append
+        stillness = 7200.0
 
     monkeypatch.setattr(watch, "active", Watched)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", given.append)
@@ -138,7 +139,7 @@ def test_the_watch_knows_who_is_waited_for_before_pytorch_gives_up(monkeypatch: 
     World().limit_waiting(90.0)
     World(0, 2).apart()
     assert given[0] == 90.0 and all(
-        each.total_seconds() > least for each, least in zip(given[1:], (90, 1800), strict=True)
+        least < each.total_seconds() < least + 600 for each, least in zip(given[1:], (90, 7200), strict=True)
     )
 
 

@@ -46,9 +46,6 @@ class Amount:
     def __add__(self, other: Amount) -> Amount:
         return Amount(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
 
-    def __sub__(self, other: Amount) -> Amount:
-        return self + -1.0 * other
-
     def __rmul__(self, factor: float) -> Amount:
         return Amount(*(factor * value for value in _values(self)))
 

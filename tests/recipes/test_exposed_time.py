@@ -21,6 +21,7 @@ from offload.plan.replay import replay
 from offload.plan.workload import GB, Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training.best_evaluation import BestEvaluation
+from offload.training.page_locking import PageLocking
 from offload.training.reporting import Reporter
 from offload.training.saving import Saving
 from tests.recipes.conftest import ROOT, load_module
@@ -77,6 +78,7 @@ def recipe_of(
     model[0].register_forward_pre_hook(lambda *_: begins.append(simulator.now("compute")))
     recipe = getattr(module, RECIPES[name]).__new__(getattr(module, RECIPES[name]))
     recipe.world = current()
+    recipe.page_locking = PageLocking(recipe)
     recipe.settings = SimpleNamespace(
         gradient_accumulation_steps=1, epochs=1, evaluation=None, log_every_n_steps=1, save_every_n_steps=None,
         clip_grad_norm=None,

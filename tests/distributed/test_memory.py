@@ -32,7 +32,8 @@ def test_no_process_holds_a_whole_copy(ranks: Ranks, tmp_path: Path) -> None:
     count = script.write_base(tmp_path / "base", memory.SIZES)
     base, out = str(tmp_path / "base"), str(tmp_path / "out")
     (whole, *_) = ranks.run(RANKS, memory.phases, base, out, True)
-    assert whole["loading"] > 0.9 * WEIGHT * count  # so it would be seen; some of it is memory freed before
+    # Which would be seen, though as much as a tenth or so lies in memory that was freed before.
+    assert whole["loading"] > WEIGHT * count * (1 / RANKS + 2 * MARGIN)
     for grown in ranks.run(RANKS, memory.phases, base, out, False):
         assert grown["loading"] < WEIGHT * count * (1 / RANKS + MARGIN)
         assert grown["saving"] < WEIGHT * count * MARGIN

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.units import clean_name
 from offload.optim.formats import is_dense
 from offload.plan.heap import Event, Step, held_beyond_use
 from offload.plan.objects import Objects
@@ -130,7 +131,7 @@ def footprint(
     keeps_gradients: bool,
     gradient_dtype: torch.dtype | None = None,
     layers: Sequence[nn.Module] = (),
-    host_states: Sequence[int] | None = None,
+    host_states: Sequence[tuple[str, int]] | None = None,
     micro_batches: int = 1,
 ) -> Footprint:
     """What forward and backward of one micro-batch take.
@@ -142,8 +143,9 @@ def footprint(
             soon as it is complete.
         gradient_dtype: what gradients are kept in where that is not the parameters' dtype.
         layers: of the module, whose stages of backward are told apart.
-        host_states: where all tensors will be in the host's memory, bytes of each that comes after the first backward
-            and stays; the C library's heap is counted then.
+        host_states: where all tensors will be in the host's memory, the parameter's name and bytes of each that comes
+            with the first update and stays; the C library's heap is counted then. Updates are in backward where one
+            micro-batch keeps no gradients.
         micro_batches: of a step.
     """
     # Not a mode for torch functions, which would not see the forward of a checkpointed layer inside of backward.
@@ -166,7 +168,14 @@ def footprint(
         first = events
         if micro_batches > 1 and not keeps_gradients:  # but the others' are added to the first's
             first = without_memory(module, lambda: trace(True))[0].events
-        heap = held_beyond_use(Step(events[:inputs], first[inputs:], events[inputs:], host_states, micro_batches))
+        early: dict[int, list[int]] = {}
+        if micro_batches == 1 and not keeps_gradients:
+            for index, name in account.completed:
+                early.setdefault(index - inputs, []).extend(nbytes for of, nbytes in host_states if of == name)
+        states = [] if early else [nbytes for _, nbytes in host_states]
+        heap = held_beyond_use(
+            Step(events[:inputs], first[inputs:], events[inputs:], states, micro_batches, early=early)
+        )
     return Footprint(account.before, account.stages, kept, heap)
 
 
@@ -180,6 +189,8 @@ class _Account(TorchDispatchMode):
 
     Attributes:
         inputs: how many of ``events`` came before the first module's forward.
+        completed: parameters in the order in which their gradients were complete, each with the number of ``events`` by
+            then.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], *, follows_heap: bool) -> None:
@@ -194,6 +205,7 @@ class _Account(TorchDispatchMode):
         self._shapes = {param.shape for param in module.parameters() if param.dim() > 1}
         self._storages: dict[int, list[Any]] = {}  # by address: kind and bytes
         self.inputs = 0
+        self.completed: list[tuple[int, str]] = []
         self._objects = Objects() if follows_heap else None
         self._total = 0
         for tensor in (*module.parameters(), *module.buffers()):
@@ -278,7 +290,10 @@ class _Account(TorchDispatchMode):
         """Knows in which module's forward an operation is, and takes gradients when they are complete."""
         kept: list[Tensor] = []
 
+        names = {id(param): clean_name(name) for name, param in self._module.named_parameters()}
+
         def take(param: nn.Parameter) -> None:
+            self.completed.append((len(self.events), names[id(param)]))
             gradient = param.grad
             assert gradient is not None
             rest = TAIL if self._stage is not None and self._stage != HEAD else HEAD

@@ -15,8 +15,9 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 MINSIZE = 32
 """Bytes of the smallest chunk."""
@@ -331,6 +332,7 @@ class Step:
         others: of each other; what is left goes at its end.
         states: bytes of each tensor that comes when the first step ends, and stays.
         micro_batches: number of them.
+        early: of those that come in the first step's first micro-batch, by the index of the event before which they do.
     """
 
     inputs: Sequence[Event]
@@ -338,6 +340,7 @@ class Step:
     others: Sequence[Event] = ()
     states: Sequence[int] = ()
     micro_batches: int = 1
+    early: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 def held_beyond_use(step: Step) -> int:
@@ -363,11 +366,13 @@ def _held(step: Step, start: int) -> int:
     heap = _used_before(start)
     most = used = 0
 
-    def play(events: Iterable[Event]) -> list[int]:
+    def play(events: Iterable[Event], early: Mapping[int, Sequence[int]] = MappingProxyType({})) -> list[int]:
         """Returns the chunks that are left."""
         nonlocal most, used
         chunks: dict[int, int] = {}
-        for key, nbytes, aligned in events:
+        for index, (key, nbytes, aligned) in enumerate(events):
+            for state in early.get(index, ()):
+                heap.allocate(state)
             if nbytes is not None:
                 chunks[key] = heap.allocate(nbytes, aligned=aligned)
                 most, used = max(most, heap.resident), max(used, heap.in_use)
@@ -384,7 +389,7 @@ def _held(step: Step, start: int) -> int:
         inputs = play(step.inputs)
         let_go(last)
         last = inputs
-        gradients = play(step.first)
+        gradients = play(step.first, step.early) if number == 0 else play(step.first)
         for _ in range(min(step.micro_batches, MOST_MICRO_BATCHES) - 1):
             let_go(play(step.others))
         if number == 0:

@@ -150,7 +150,7 @@ def _trace(
     staying = None
     if host_states is not None:
         names = {clean_name(name) for name, _ in few.module.named_parameters()}
-        staying = [nbytes for name, nbytes in host_states if name in names]
+        staying = [(name, nbytes) for name, nbytes in host_states if name in names]
     return footprint(few.module, step, keeps_gradients=keeps, layers=layers, host_states=staying,
                      micro_batches=settings.gradient_accumulation_steps)  # fmt: skip
 

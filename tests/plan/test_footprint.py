@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import torchao_shim
 from offload.models.torchtune import TorchtuneModel
 from offload.plan.footprint import footprint
-from offload.plan.heap import Event
+from offload.plan.heap import Event, Step
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 
 TOKENS = 128
@@ -190,6 +190,22 @@ def test_a_mask_is_made_numbers_and_what_was_selected_gets_one_gradient(
     allocated = [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
     for nbytes in (BATCH * BATCH, OUT, OUT // 2, WEIGHT):
         assert counted.count(nbytes) == allocated.count(nbytes) > 0, nbytes
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_states_come_with_their_gradients_where_updates_are_in_backward(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Step] = []
+    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda step: steps.append(step) or 0)
+    with torch.device("meta"):
+        module = Layers()
+    states = [(f"layers.{index}.weight", 100 + index) for index in range(3)]
+    footprint(module, lambda: module(torch.zeros(BATCH, 256)).sum(), keeps_gradients=keeps, host_states=states)
+    (step,) = steps
+    in_time = [nbytes for _, found in sorted(step.early.items()) for nbytes in found]
+    assert (in_time, list(step.states)) == (([], [100, 101, 102]) if keeps else ([102, 101, 100], []))
+    assert all(0 < index <= len(step.first) for index in step.early)
 
 
 def test_gradients_may_be_kept_in_another_dtype() -> None:

@@ -156,6 +156,14 @@ def test_inputs_go_when_the_next_steps_are_there_and_states_stay(monkeypatch: py
     assert follow(monkeypatch, step, INPUT, GRADIENT, STATE) == first + 2 * ["+5000", "-5000", "+6000", "-6000"]
 
 
+def test_states_of_updates_in_backward_come_among_the_first_steps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [(1, GRADIENT, True), (1, None, True), (2, SUMMED, True), (2, None, True)]
+    every = ["+6000", "-6000", "+7000", "-7000"]
+    step = Step((), events, early={1: [STATE], 3: [STATE]})
+    first = ["+6000", "+8000", "-6000", "+7000", "+8000", "-7000"]
+    assert follow(monkeypatch, step, GRADIENT, SUMMED, STATE) == first + 2 * every
+
+
 def test_what_the_first_micro_batch_leaves_stays_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step((), [(1, GRADIENT, True)], [(2, SUMMED, True)], (), micro_batches=3)
     assert follow(monkeypatch, step, GRADIENT, SUMMED) == 3 * ["+6000", "+7000", "-7000", "+7000", "-7000", "-6000"]

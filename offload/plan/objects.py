@@ -114,14 +114,17 @@ class Objects:
         of_number = self._small_tensor(NUMBER) if is_number else []
         sizes = (*[OTHER_NODE[0], EDGE] * (made - 1), *_of_node(func, args, is_number))
         keys = [self._take(nbytes) for nbytes in sizes]
-        if is_number:
-            self._passing += self._small_tensor(IN_FP32)
-            if not KEEPS_NUMBER[func]:
-                self._passing += of_number
-            elif not is_backward:
-                self._numbers.append((number - 1, of_number))
         if is_backward:
-            self._of_recomputation += keys + (of_number if is_number and KEEPS_NUMBER[func] else [])
+            self._of_recomputation += keys
+        if not is_number:
+            return
+        self._passing += self._small_tensor(IN_FP32)
+        if not KEEPS_NUMBER[func]:
+            self._passing += of_number
+        elif is_backward:
+            self._of_recomputation += of_number
+        else:
+            self._numbers.append((number - 1, of_number))
 
     def storage(self, key: int, nbytes: int) -> None:
         """A tensor's memory, before the tensor."""

@@ -174,8 +174,10 @@ class Ranking:
         speeds = {candidate.changes: candidate.speed for candidate in candidates}
         found: list[Choice] = []
         for choice in itertools.islice(self._fitting(candidates), 2 * number):
-            if len(found) < number and not any(_adds_nothing(choice, other, speeds[choice.changes]) for other in found):
+            if not any(_adds_nothing(choice, other, speeds[choice.changes]) for other in found):
                 found.append(self._predicted(choice))
+                if len(found) == number:
+                    break
         return [choice for choice in found if not any(map(choice.adds_nothing_to, found))]
 
     def _predicted(self, choice: Choice) -> Choice:

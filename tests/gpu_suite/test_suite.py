@@ -272,6 +272,34 @@ def test_page_locking_is_a_finding_of_its_own(children: Children, output: Path) 
     assert [job.case for job in children.jobs] == ["machine"]
 
 
+def timers(
+    children: Children, overrun: Path, late: Callable[[], object] = lambda: None
+) -> tuple[type[Any], list[float]]:
+    """A stand-in for ``threading.Timer`` whose time is up when the case "adamw" opens ``overrun``, and the seconds that
+    each was made for."""
+    limits: list[float] = []
+
+    class Timer:
+        def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
+            def wait() -> None:
+                overrun.open().close()
+                late()
+                stop()
+
+            limits.append(seconds)
+            self.thread = threading.Thread(target=wait, daemon=True)
+            self.daemon = True
+
+        def start(self) -> None:
+            if children.jobs[-1].case == "adamw":
+                self.thread.start()
+
+        def cancel(self) -> None:
+            return None
+
+    return Timer, limits
+
+
 def test_a_process_that_dies_or_overruns_is_recorded(
     children: Children, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,26 +314,8 @@ def test_a_process_that_dies_or_overruns_is_recorded(
     }
     late = [0.0]
 
-    class Timer:
-        """Of the case that overruns: the time is up when it says so."""
-
-        def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
-            def wait() -> None:
-                overrun.open().close()
-                late[0] = 1000.0
-                stop()
-
-            self.thread = threading.Thread(target=wait, daemon=True)
-            self.daemon = True
-
-        def start(self) -> None:
-            if children.jobs[-1].case == "adamw":
-                self.thread.start()
-
-        def cancel(self) -> None:
-            return None
-
-    monkeypatch.setattr("gpu.processes.threading", SimpleNamespace(Timer=Timer, Event=threading.Event))
+    timer, _ = timers(children, overrun, lambda: late.insert(0, 1000.0))
+    monkeypatch.setattr("gpu.processes.threading", SimpleNamespace(Timer=timer, Event=threading.Event))
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], strftime=time.strftime)
     monkeypatch.setattr(suite_module, "time", clock)
     code, content = run(output, "--only", "none|adamw|stream", "--tokens", "16", "32", "--budget-seconds", "1000")
@@ -335,23 +345,8 @@ def test_what_hangs_leaves_time_for_the_rest_and_tells_where_it_is(
     os.mkfifo(overrun)
     hangs = f"import threading\ndef hangs():\n    open({str(overrun)!r}, 'w')\n    threading.Event().wait()\nhangs()"
     children.programs["adamw"] = program(children.result(16), then=hangs)
-    limits = []
-
-    class Timer:
-        """Its time is up when the case hangs."""
-
-        def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
-            limits.append(seconds)
-            self.thread = threading.Thread(target=lambda: (overrun.open().close(), stop()), daemon=True)
-
-        def start(self) -> None:
-            if children.jobs[-1].case == "adamw":
-                self.thread.start()
-
-        def cancel(self) -> None:
-            return None
-
-    monkeypatch.setattr("gpu.processes.threading", SimpleNamespace(Timer=Timer, Event=threading.Event))
+    timer, limits = timers(children, overrun)
+    monkeypatch.setattr("gpu.processes.threading", SimpleNamespace(Timer=timer, Event=threading.Event))
     code, content = run(output, "--only", "none|adamw|stream", "--tokens", "16", "32", "--budget-seconds", "1000")
     assert code == 1 and limits[-1] == 300.0
     (hung,) = [r for r in content["results"] if r["case"] == "adamw" and r["tokens"] == 32]

@@ -1,18 +1,20 @@
 """How far predicted steps on the CPU are from those of small runs: predicts each of a grid, runs it, and records both.
 
-    python scripts/plan_time.py               # under eight minutes on an idle machine; updates docs
+    python scripts/plan_time.py               # a quarter of an hour on an idle machine; updates docs
     python scripts/plan_time.py --cpu-time    # of the processor, not the clock: on a machine that others use
     python scripts/plan_time.py 3 17          # these alone; the others are as recorded
 
-The grid is that of scripts/plan_accuracy.py. What training costs on this CPU is measured first, as `tune doctor` does;
-each run is a process of its own with one thread, and its step the median of those after the first two, by the phases
-that metrics.jsonl has.
+The grid is that of scripts/plan_accuracy.py. What training costs on this CPU is measured before and after each run, as
+`tune doctor` does, because a machine's speed drifts within minutes: a setting's prediction is the mean of what both
+say. Each run is a process of its own with one thread, and its step the median of those after the first two, by the
+phases that metrics.jsonl has.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +45,56 @@ COMMON = ("device=cpu", "max_steps_per_epoch=8", "evaluation=null", "metric_logg
 PHASES = ("time/data", "time/forward_backward", "time/optimizer")
 
 
-def rates(clock: Any) -> dict[str, Any]:
-    """What predictions on a CPU rest on, as `tune doctor` keeps it."""
+def rates(dtypes: Iterable[str], clock: Any) -> dict[str, Any]:
+    """What predictions on a CPU rest on, for runs in these dtypes, as `tune doctor` keeps it."""
+    from offload.device import DTYPES
     from offload.plan.calibration import training_costs
     from offload.plan.rates import cpu_adamw_rates, host_memory_rates
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    training = {name: dataclasses.asdict(training_costs(dtype, clock=clock)) for name, dtype in dtypes.items()}
+    training = {name: dataclasses.asdict(training_costs(DTYPES[name], clock=clock)) for name in dtypes}
     return {"training": training, "cpu_adamw": cpu_adamw_rates(2**24), **host_memory_rates(2**27)}
 
 
-def predicted(name: str, words: list[str], measured: dict[str, Any]) -> float:
-    """Seconds of a step, as `tune plan` predicts it."""
-    from offload.cli import registry
-    from offload.cli.planned_run import PlannedRun
-    from offload.device import DTYPES
-    from offload.distributed.world import World
-
-    run = PlannedRun(registry.find_recipe(RECIPES[name]), registry.our_configs()[name], words, World())
-    run.device(elsewhere=False)
-    plan = run.plan(())
-    return run.predictor.predict_on_cpu(run.settings, plan, measured, DTYPES[run.settings.dtype]).step_seconds
+def words_of(index: int, small: Path) -> list[str]:
+    """All overrides of a row of the grid."""
+    return [*COMMON, *RUNS[index][1].replace("{small}", str(small)).split()]
 
 
-def taken(name: str, words: list[str], *, cpu_time: bool) -> float:
-    """Seconds of a step of the run itself."""
+class Planned:
+    """A row of the grid as `tune plan` sees it.
+
+    Args:
+        index: of the row.
+        small: folder of the small model.
+
+    Attributes:
+        dtype: of its parameters.
+    """
+
+    def __init__(self, index: int, small: Path) -> None:
+        from offload.cli import registry
+        from offload.cli.planned_run import PlannedRun
+        from offload.distributed.world import World
+
+        name = RUNS[index][0]
+        config = registry.our_configs()[name]
+        self._run = PlannedRun(registry.find_recipe(RECIPES[name]), config, words_of(index, small), World())
+        self._run.device(elsewhere=False)
+        self._plan = self._run.plan(())
+        self.dtype: str = self._run.settings.dtype
+
+    def seconds(self, measured: dict[str, Any]) -> float:
+        """Of a step, as rates predict it."""
+        from offload.device import DTYPES
+
+        run, dtype = self._run, DTYPES[self.dtype]
+        seconds: float = run.predictor.predict_on_cpu(run.settings, self._plan, measured, dtype).step_seconds
+        return seconds
+
+
+def taken(index: int, small: Path, *, cpu_time: bool) -> float:
+    """Seconds of a step of a row's run itself."""
+    name, words = RUNS[index][0], words_of(index, small)
     clock = "import time; time.perf_counter = time.process_time\n" if cpu_time else ""
     with tempfile.TemporaryDirectory() as folder:
         command = ["run", RECIPES[name], "--config", name, *words, f"output_dir={folder}/run"]
@@ -82,17 +110,15 @@ def taken(name: str, words: list[str], *, cpu_time: bool) -> float:
     return statistics.median(sum(step[phase] for phase in PHASES) for step in steps[SKIPPED:] if PHASES[1] in step)
 
 
-def measure(index: int, measured: dict[str, Any], small: Path, *, cpu_time: bool) -> dict[str, Any]:
-    """One row of the grid."""
+def row(index: int, expected: Sequence[float], found: float) -> dict[str, Any]:
+    """Of the record: seconds of a step as the rates before and after the run predict it, and as it took."""
     name, overrides = RUNS[index]
-    words = [*COMMON, *overrides.replace("{small}", str(small)).split()]
-    expected, found = predicted(name, words, measured), taken(name, words, cpu_time=cpu_time)
     return {
         "config": name,
         "overrides": overrides.split(),
-        "predicted_ms": round(1e3 * expected, 1),
+        "predicted_ms": [round(1e3 * seconds, 1) for seconds in expected],
         "measured_ms": round(1e3 * found, 1),
-        "off_percent": round(100 * (expected / found - 1), 1),
+        "off_percent": round(100 * (statistics.mean(expected) / found - 1), 1),
     }
 
 
@@ -114,18 +140,23 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="count the processor's time, not the clock's")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    measured = rates(time.process_time if arguments.cpu_time else time.perf_counter)
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     rows: list[Any] = json.loads(RECORD.read_text(encoding="utf-8"))["runs"] if arguments.rows else [{}] * len(RUNS)
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "small"
         make_small(small)
-        for index in arguments.rows or range(len(RUNS)):
-            rows[index] = measure(index, measured, small, cpu_time=arguments.cpu_time)
+        planned = {index: Planned(index, small) for index in arguments.rows or range(len(RUNS))}
+        order = list(planned)
+        before = rates({planned[order[0]].dtype}, clock)
+        for index, following in itertools.zip_longest(order, order[1:]):
+            found = taken(index, small, cpu_time=arguments.cpu_time)
+            after = rates({planned[each].dtype for each in (index, following) if each is not None}, clock)
+            rows[index] = row(index, [planned[index].seconds(measured) for measured in (before, after)], found)
             print(index, rows[index], flush=True)
+            before = after
     record = {
         "command": f"python scripts/plan_time.py{' --cpu-time' if arguments.cpu_time else ''}",
         "clock": "processor time" if arguments.cpu_time else "wall time",
-        "costs": measured["training"],
         "runs": rows,
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -124,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """What the installed scripts call."""
-    sys.exit(main())
+    status = main()
+    gc.freeze()  # or Python would search what a plan imported and built for garbage at its end, for a second
+    sys.exit(status)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -426,6 +426,19 @@ def test_nothing_heavy_is_imported_for_an_answer(tmp_path, words):
     assert done.stderr.splitlines()[-1] == "HEAVY []"
 
 
+def test_the_end_of_the_command_searches_nothing_for_garbage():
+    """Its last search would go through all that a plan imported and built."""
+    program = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print('SEARCHED', len(gc.get_objects()), file=sys.stderr))\n"
+        "from offload.cli.main import script\n"
+        "script()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "ls"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) < 100
+
+
 def test_a_reader_that_has_enough_is_no_error():
     """``tune ls | head -1``: the pipe closes early, and nothing is said about it."""
     read, write = os.pipe()

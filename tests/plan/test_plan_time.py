@@ -25,6 +25,12 @@ def test_the_page_has_the_recorded_table() -> None:
 
 def test_a_row_of_the_grid_is_predicted() -> None:
     costs = {"products": 1e-9, "attention": 0.0, "moved": 0.0, "launches": 0.0}
-    rates = {"training": {"fp32": costs, "bf16": costs}, "cpu_adamw": {"torch fused": 1e12}, "host_copy": 1e15}
-    name, overrides = plan_time.RUNS[0]
-    assert plan_time.predicted(name, [*plan_time.COMMON, *overrides.split()], rates) > 1.0
+    rates = {"training": {"fp32": costs}, "cpu_adamw": {"torch fused": 1e12}, "host_copy": 1e15}
+    planned = plan_time.Planned(0, Path("no small model"))
+    assert planned.dtype == "fp32"
+    assert planned.seconds(rates) > 1.0
+
+
+def test_a_row_holds_a_run_to_the_mean_of_the_predictions_before_and_after_it() -> None:
+    row = plan_time.row(0, [0.9, 1.3], 1.0)
+    assert (row["predicted_ms"], row["measured_ms"], row["off_percent"]) == ([900.0, 1300.0], 1000.0, 10.0)

@@ -213,6 +213,7 @@ _RATES = {
     "matmul": ("matrix products", "TFLOPS"),
     "host_copy": ("host memory, all threads", "GB/s"),
     "host_copy_one_thread": ("host memory, one thread", "GB/s"),
+    "host_faults": ("host memory, new pages", "GB/s"),
 }
 
 

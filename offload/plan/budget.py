@@ -248,7 +248,7 @@ def on_cpu(
         Item(HOST, STATES, states),
         Item(HOST, "activations", moment.parts.get(ACTIVATIONS, 0), _when(moment.at)),
         *(Item(HOST, name, nbytes) for name, nbytes in beside),
-        Item(HOST, "the C library's heap", counted.heap, "holes that nothing fits into"),
+        Item(HOST, "the C library's heap", counted.heap.beyond_use, "holes that nothing fits into"),
         Item(HOST, "kernels' code", KERNELS, "read in the first step"),
         Item(HOST, "Python, libraries, data", base),
     ]

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.engine.units import clean_name
 from offload.optim.formats import is_dense
-from offload.plan.heap import Event, Step, held_beyond_use
+from offload.plan.heap import Event, Held, Step, held
 from offload.plan.objects import Objects
 from offload.plan.without_memory import without_memory
 
@@ -63,13 +63,13 @@ class Footprint:
         stages: the fullest moment from then on while the gradient that came last was of a layer, by its index, or of
             none (HEAD, TAIL).
         kept: bytes of activations when forward is done: what backward needs.
-        heap: bytes that the C library holds beyond these where tensors are the host's.
+        heap: what the C library holds beyond these where tensors are the host's.
     """
 
     before: Moment
     stages: dict[int, Moment]
     kept: int
-    heap: int = 0
+    heap: Held = Held(0, 0)
 
     @property
     def after(self) -> Moment:
@@ -95,8 +95,8 @@ class Footprint:
         def number(one: int, another: int) -> int:
             return int(one + share * (another - one))
 
-        numbers = number(self.kept, other.kept), number(self.heap, other.heap)
-        return Footprint(moment(self.before, other.before), stages, *numbers)
+        heap = Held(number(self.heap.beyond_use, other.heap.beyond_use), number(self.heap.faulted, other.heap.faulted))
+        return Footprint(moment(self.before, other.before), stages, number(self.kept, other.kept), heap)
 
 
 def without_activations(parameters: int, gradients: int) -> Footprint:
@@ -162,7 +162,7 @@ def footprint(
         return account, kept
 
     account, kept = without_memory(module, trace)
-    heap = 0
+    heap = Held(0, 0)
     if host_states is not None:
         events, inputs = account.events, account.inputs
         first = events
@@ -173,9 +173,7 @@ def footprint(
             for index, name in account.completed:
                 early.setdefault(index - inputs, []).extend(nbytes for of, nbytes in host_states if of == name)
         states = [] if early else [nbytes for _, nbytes in host_states]
-        heap = held_beyond_use(
-            Step(events[:inputs], first[inputs:], events[inputs:], states, micro_batches, early=early)
-        )
+        heap = held(Step(events[:inputs], first[inputs:], events[inputs:], states, micro_batches, early=early))
     return Footprint(account.before, account.stages, kept, heap)
 
 

@@ -72,10 +72,12 @@ class Heap:
         resident: bytes of the heap that were touched, and of mappings.
         reserved: bytes of the heap from its start to its end, and of mappings.
         in_use: bytes that were asked for and not freed, with what chunks take beside.
+        faulted: bytes that were touched for the first time since the system gave them.
     """
 
     def __init__(self) -> None:
         self.in_use = 0
+        self.faulted = START
         self._sizes: dict[int, int] = {}  # of chunks that are in use, or look so to their neighbours
         self._free: dict[int, int] = {}  # their sizes
         self._ends: dict[int, int] = {}  # of free chunks
@@ -237,12 +239,15 @@ class Heap:
                 self._mappings += 1
                 nbytes = self._sizes[-self._mappings] = -(-(size + 8) // PAGE) * PAGE
                 self._mapped += nbytes
+                self.faulted += nbytes
                 return -self._mappings
             self._end += -(-(size + TOP_PAD + MINSIZE - (self._end - self._top)) // PAGE) * PAGE
         chunk = self._top
         self._sizes[chunk] = size
         self._top += size
-        self._touched = max(self._touched, self._top)
+        if self._top > self._touched:
+            self.faulted += self._top - self._touched
+            self._touched = self._top
         return chunk
 
     # ---- giving back
@@ -343,9 +348,24 @@ class Step:
     early: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
-def held_beyond_use(step: Step) -> int:
-    """Bytes that the heap holds at its fullest moment beyond what is in use at the fullest of that."""
-    return sum(_held(step, start) for start in range(STARTS)) // STARTS
+@dataclass(frozen=True)
+class Held:
+    """Of the heap, the mean over :data:`STARTS`.
+
+    Attributes:
+        beyond_use: bytes that it holds at its fullest moment beyond what is in use at the fullest of that.
+        faulted: bytes that the system gives anew in every step, page by page: those of mappings, and of the heap's end
+            where it was given back.
+    """
+
+    beyond_use: int
+    faulted: int
+
+
+def held(step: Step) -> Held:
+    """What the heap holds in training."""
+    found = [_held(step, start) for start in range(STARTS)]
+    return Held(*(sum(values) // STARTS for values in zip(*found, strict=True)))
 
 
 def _used_before(start: int) -> Heap:
@@ -362,7 +382,7 @@ def _used_before(start: int) -> Heap:
     return heap
 
 
-def _held(step: Step, start: int) -> int:
+def _held(step: Step, start: int) -> tuple[int, int]:
     heap = _used_before(start)
     most = used = 0
 
@@ -385,14 +405,16 @@ def _held(step: Step, start: int) -> int:
             heap.free(chunk)
 
     last: list[int] = []
+    micro_batches = min(step.micro_batches, MOST_MICRO_BATCHES)
     for number in range(STEPS):
+        before = heap.faulted
         inputs = play(step.inputs)
         let_go(last)
         last = inputs
         gradients = play(step.first, step.early) if number == 0 else play(step.first)
-        for _ in range(min(step.micro_batches, MOST_MICRO_BATCHES) - 1):
+        for _ in range(micro_batches - 1):
             let_go(play(step.others))
         if number == 0:
             play((-1 - index, nbytes, True) for index, nbytes in enumerate(step.states))
         let_go(gradients)
-    return most - used
+    return most - used, (heap.faulted - before) * step.micro_batches // micro_batches

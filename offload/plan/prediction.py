@@ -201,7 +201,7 @@ def prediction_of(
     return Prediction(step, tokens / step, compute, exposed, bottleneck, dict(busy), result)
 
 
-def predict_on_cpu(work: Work, costs: Costs, *, micro_batches: int, update: float) -> Prediction:
+def predict_on_cpu(work: Work, costs: Costs, *, micro_batches: int, update: float, faults: float = 0.0) -> Prediction:
     """A step on the CPU, where updates are done before and after, whatever the strategy.
 
     Args:
@@ -209,8 +209,9 @@ def predict_on_cpu(work: Work, costs: Costs, *, micro_batches: int, update: floa
         costs: measured on that CPU.
         micro_batches: of a step.
         update: seconds of the optimizer.
+        faults: seconds for which the system makes new pages.
     """
-    compute = micro_batches * costs.seconds(work.total)
+    compute = micro_batches * costs.seconds(work.total, work.length) + faults
     step = compute + update + STEP_SECONDS
     return prediction_of(step, micro_batches * work.tokens, compute, {COMPUTE: compute, CPU_UPDATE: update}, None)
 

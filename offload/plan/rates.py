@@ -98,12 +98,23 @@ def matmul_rate(device: str, size: int = 4096) -> float:
     return 2 * size**3 * inner / statistics.median([turn() for _ in range(TURNS + 1)][1:])
 
 
+NEW = 64 << 20
+"""Bytes of a tensor that the C library never keeps for the next one."""
+
+
 def host_memory_rates(size: int = GIB // 2) -> dict[str, float]:
-    """``host_copy`` with all of torch's threads and ``host_copy_one_thread``; both count what is read and written."""
+    """``host_copy`` with all of torch's threads and ``host_copy_one_thread``, which count what is read and written; and
+    ``host_faults``, at which the system makes pages that are touched for the first time, and takes them back."""
     target, source = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     rates = {"host_copy": 2 * size / copy_seconds([(target, source)], "cpu")}
     with _threads(1):
         rates["host_copy_one_thread"] = 2 * size / copy_seconds([(target, source)], "cpu")
+    kept = torch.empty(NEW, dtype=torch.uint8)
+    anew, again = (
+        statistics.median([_seconds(turn) for _ in range(TURNS + 1)][1:])
+        for turn in (lambda: torch.empty(NEW, dtype=torch.uint8).fill_(1), lambda: kept.fill_(1))
+    )
+    rates["host_faults"] = NEW / max(anew - again, 1e-9)
     return rates
 
 

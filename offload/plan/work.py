@@ -170,8 +170,11 @@ class _Counter(TorchDispatchMode):
             weights += sum(each.nbytes for each in results if tuple(sorted(each.shape)) in self._shapes)
             self.add(Amount(products=float(flops), weights=float(weights), launches=1.0))
         else:
-            read = inputs if name not in _ONLY_WRITES else []
-            moved = sum(_traffic(each) for each in (*read, *results))
+            moved = sum(_traffic(each) for each in results)
+            if name in _PICKS:
+                moved += min(moved, _traffic(inputs[0])) + sum(_traffic(each) for each in inputs[1:])
+            elif name not in _ONLY_WRITES:
+                moved += sum(_traffic(each) for each in inputs)
             self.add(Amount(moved=float(moved), launches=1.0))
         return out
 
@@ -274,7 +277,9 @@ class _Counter(TorchDispatchMode):
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias"}
 _ONLY_WRITES = {"zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full",
-                "zero_", "fill_", "arange"}  # fmt: skip
+                "zero_", "fill_", "arange", "nll_loss_backward"}  # fmt: skip
+_PICKS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+"""They read no more of their first argument than they return."""
 
 
 def _traffic(tensor: Tensor) -> int:

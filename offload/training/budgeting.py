@@ -52,6 +52,7 @@ class Plan:
         batch: sequences of a forward.
         length: tokens of each, at most.
         notes: what the numbers rest on.
+        faulted: bytes of host memory that a step on the CPU has from the system anew, page by page.
     """
 
     budget: Budget
@@ -60,6 +61,7 @@ class Plan:
     batch: int
     length: int
     notes: tuple[str, ...]
+    faulted: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,9 @@ class Planner:
         items += _disk(settings, numbers, states, dtype)
         if settings.compile:
             notes.append("compile=True: what compilation fuses away was counted, what it adds was not")
-        return Plan(Budget(tuple(items)), *numbers, settings.batch_size, int(length), tuple(notes))
+        return Plan(
+            Budget(tuple(items)), *numbers, settings.batch_size, int(length), tuple(notes), counted.heap.faulted
+        )
 
     # ---- optimizer
 

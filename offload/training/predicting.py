@@ -135,7 +135,8 @@ class Predictor:
         if settings.clip_grad_norm is not None:
             update += 3 * plan.trained * dtype.itemsize / rates["host_copy"]
         micro_batches = settings.gradient_accumulation_steps
-        return prediction.predict_on_cpu(work, costs, micro_batches=micro_batches, update=update)
+        faults = plan.faulted / rates["host_faults"] if "host_faults" in rates else 0.0  # a profile of before has none
+        return prediction.predict_on_cpu(work, costs, micro_batches=micro_batches, update=update, faults=faults)
 
     def predict_ranks(
         self,

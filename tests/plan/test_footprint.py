@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import torchao_shim
 from offload.models.torchtune import TorchtuneModel
 from offload.plan.footprint import footprint
-from offload.plan.heap import Event, Step
+from offload.plan.heap import Event, Held, Step
 from offload.training.loss import LinearCrossEntropyLoss, SummedLoss
 
 TOKENS = 128
@@ -135,7 +135,7 @@ def events_of(module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) 
     """Of a step on the host."""
     found: list[Event] = []
     monkeypatch.setattr(
-        "offload.plan.footprint.held_beyond_use", lambda step: found.extend([*step.inputs, *step.first]) or 0
+        "offload.plan.footprint.held", lambda step: found.extend([*step.inputs, *step.first]) or Held(0, 0)
     )
     with torch.device("meta"):
         empty = module()
@@ -197,7 +197,7 @@ def test_states_come_with_their_gradients_where_updates_are_in_backward(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[Step] = []
-    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda step: steps.append(step) or 0)
+    monkeypatch.setattr("offload.plan.footprint.held", lambda step: steps.append(step) or Held(0, 0))
     with torch.device("meta"):
         module = Layers()
     states = [(f"layers.{index}.weight", 100 + index) for index in range(3)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.plan.heap import MMAP_THRESHOLD_MAX, STARTS, Event, Heap, Step, _used_before, held_beyond_use
+from offload.plan.heap import MMAP_THRESHOLD_MAX, STARTS, Event, Heap, Held, Step, _used_before, held
 
 MIB = 1 << 20
 
@@ -19,27 +19,36 @@ PROGRAM = """
 #include <malloc.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 static struct { int64_t key, nbytes, aligned; } events[20000];
 static void *slots[20000];
-static int64_t found[20000][2];
+static int64_t found[20000][3];
 int main(void) {
   size_t size = 0, count;
   ssize_t part;
   while ((part = read(0, (char *)events + size, sizeof events - size)) > 0) size += part;
   count = size / sizeof *events;
+  prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
   void *volatile first = malloc(24);
   free(first);
+  memset(found, 1, sizeof found);
   for (size_t i = 0; i < count; i++) {
     void **slot = &slots[events[i].key];
     if (events[i].nbytes < 0) free(*slot);
     else if (events[i].aligned) { if (posix_memalign(slot, 64, events[i].nbytes)) return 1; }
     else *slot = malloc(events[i].nbytes);
+    if (events[i].nbytes > 0) memset(*slot, 1, events[i].nbytes);
     struct mallinfo2 now = mallinfo2();
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
     found[i][0] = (char *)*slot - (char *)first;
     found[i][1] = now.arena + now.hblkhd;
+    found[i][2] = usage.ru_minflt;
   }
-  size = 16 * count;
+  size = sizeof *found * count;
   for (char *rest = (char *)found; size; rest += part, size -= part) if ((part = write(1, rest, size)) < 0) return 1;
   return 0;
 }
@@ -59,7 +68,7 @@ def glibc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_address_is_glibcs(glibc: Path, seed: int) -> None:
-    """Tensors and small objects, taken and given back in any order."""
+    """Tensors and small objects, taken and given back in any order; and pages that are new."""
     chosen = random.Random(seed)
     events: list[Event] = []
     alive: list[int] = []
@@ -72,12 +81,12 @@ def test_every_address_is_glibcs(glibc: Path, seed: int) -> None:
         events.append((key, chosen.choice(sizes if aligned else objects), aligned))
         alive.append(key)
     told = b"".join(struct.pack("qqq", key, -1 if size is None else size, aligned) for key, size, aligned in events)
-    theirs = struct.iter_unpack("qq", subprocess.run([glibc], input=told, capture_output=True, check=True).stdout)
+    theirs = struct.iter_unpack("qqq", subprocess.run([glibc], input=told, capture_output=True, check=True).stdout)
     mine, chunks = Heap(), {}
     first = mine.allocate(24, aligned=False)
     mine.free(first)
-    mapped = 0
-    for (key, size, aligned), (place, reserved) in zip(events, theirs, strict=True):
+    mapped, faults = 0, []
+    for (key, size, aligned), (place, reserved, pages) in zip(events, theirs, strict=True):
         if size is None:
             mine.free(chunks.pop(key))
         else:
@@ -85,10 +94,14 @@ def test_every_address_is_glibcs(glibc: Path, seed: int) -> None:
             assert chunk < 0 or chunk - first == place
             mapped += chunk < 0
         assert mine.reserved == reserved
+        faults.append((mine.faulted, 4096 * pages))
     assert mapped
+    mine_first, theirs_first = faults[0]
+    assert faults[-1][0] - mine_first == pytest.approx(faults[-1][1] - theirs_first, rel=0.01)
+    assert faults[-1][0] > 1.5 * mine.resident
 
 
-def held(objects: int) -> int:
+def left(objects: int) -> int:
     """MiB of a heap of 64 tensors of 1 MiB when one a little smaller has come for every second one, and so many small
     objects in between."""
     mine = Heap()
@@ -105,8 +118,8 @@ def held(objects: int) -> int:
 
 def test_a_hole_is_too_small_where_objects_have_taken_its_remainders() -> None:
     """Of 64 remainders at the tensors' starts the cache has seven."""
-    assert held(objects=0) < 75
-    assert held(objects=400) > 90
+    assert left(objects=0) < 75
+    assert left(objects=400) > 90
 
 
 def test_large_tensors_have_mappings_that_go_with_them() -> None:
@@ -118,7 +131,20 @@ def test_large_tensors_have_mappings_that_go_with_them() -> None:
         mine.free(chunk)
     assert mine.resident == start and mine.in_use == 0
     events = [(0, 64 * MIB, True), (1, 64 * MIB, True), (0, None, True), (1, None, True)]
-    assert held_beyond_use(Step((), events)) < MIB
+    found = held(Step((), events))
+    assert found.beyond_use < MIB
+    assert found.faulted == pytest.approx(128 * MIB, rel=1e-3)
+
+
+def test_the_pages_of_all_micro_batches_are_new() -> None:
+    """Of more of them than are replayed, too."""
+    events = [(0, 64 * MIB, True), (0, None, True)]
+    assert held(Step((), events, events, micro_batches=10)).faulted == pytest.approx(640 * MIB, rel=1e-3)
+
+
+def test_what_the_heap_keeps_is_not_new() -> None:
+    events = [(0, 8 * MIB, True), (1, 2 * MIB, True), (0, None, True), (1, None, True)]
+    assert held(Step((), events)).faulted < MIB
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, step: Step, *sizes: int) -> list[str]:
@@ -142,7 +168,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, step: Step, *sizes: int) -> list[str
     monkeypatch.setattr("offload.plan.heap.STARTS", 1)
     monkeypatch.setattr(Heap, "allocate", allocated)
     monkeypatch.setattr(Heap, "free", freed)
-    held_beyond_use(step)
+    held(step)
     return seen
 
 
@@ -184,5 +210,5 @@ def test_a_heap_begins_with_the_small_holes_of_an_interpreter() -> None:
 
 def test_of_heaps_that_differ_it_tells_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter(range(STARTS))
-    monkeypatch.setattr("offload.plan.heap._held", lambda *_: 10 * next(told))
-    assert held_beyond_use(Step((), ())) == 10 * sum(range(STARTS)) // STARTS
+    monkeypatch.setattr("offload.plan.heap._held", lambda *_: (10 * next(told), 5))
+    assert held(Step((), ())) == Held(10 * sum(range(STARTS)) // STARTS, 5)

@@ -10,6 +10,7 @@ from offload.plan import budget
 from offload.plan.budget import DEVICE, HOST, LOCKED, Item, Optimizer, Sharding, on_accelerator, on_cpu
 from offload.plan.calibration import Costs
 from offload.plan.footprint import ACTIVATIONS, GRADIENTS, PARAMETERS, Footprint, Moment
+from offload.plan.heap import Held
 from offload.plan.prediction import STEP_SECONDS, predict_on_cpu
 from offload.plan.work import Amount, Work
 
@@ -18,7 +19,7 @@ COUNTED = Footprint(
     Moment(70 * MIB, {PARAMETERS: 30 * MIB, ACTIVATIONS: 40 * MIB}, "layers.1"),
     {0: Moment(100 * MIB, {PARAMETERS: 30 * MIB, GRADIENTS: 20 * MIB, ACTIVATIONS: 50 * MIB}, "backward")},
     kept=16 * MIB,
-    heap=7 * MIB,
+    heap=Held(7 * MIB, 0),
 )
 OPTIMIZER = Optimizer(3 * MIB, {"gradients": [64 * MIB]}, {"other": 5 * MIB}, in_flight=11 * MIB, keeps_gradients=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.plan.footprint import footprint
-from offload.plan.heap import Event
+from offload.plan.heap import Event, Held
 from offload.plan.objects import NODES
 
 
@@ -71,7 +71,7 @@ MANY = 2000
 
 def counted(module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, loss: Callable[[Tensor], Tensor]):
     found: list[Event] = []
-    monkeypatch.setattr("offload.plan.footprint.held_beyond_use", lambda step: found.extend(step.first) or 0)
+    monkeypatch.setattr("offload.plan.footprint.held", lambda step: found.extend(step.first) or Held(0, 0))
     with torch.device("meta"):
         empty = module()
     footprint(empty, lambda: loss(empty()), keeps_gradients=True, host_states=[])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
@@ -51,7 +52,25 @@ def test_host_memory_is_read_and_written_with_all_threads_and_with_one(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+    assert found.pop("host_faults") > 0
     assert found == {"host_copy": 2048 / SECONDS, "host_copy_one_thread": 2048 / SECONDS} and threads == [2, 1]
+
+
+def test_new_pages_are_what_writing_a_new_tensor_takes_beyond_writing_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: list[float] = []
+
+    def seconds(work: Any) -> float:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        work()
+        is_new = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > rates.NEW >> 22  # of huge pages, too
+        times.append(3 * SECONDS if is_new else SECONDS)
+        return times[-1]
+
+    monkeypatch.setattr(rates, "copy_seconds", lambda pairs, device: SECONDS)
+    monkeypatch.setattr(rates, "_seconds", seconds)
+    assert rates.host_memory_rates(1024)["host_faults"] == pytest.approx(rates.NEW / (2 * SECONDS))
 
 
 def test_a_product_has_two_operations_for_each_of_its_terms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.engine.memory import padded, slab_sizes
 from offload.plan.footprint import ACTIVATIONS, GRADIENTS, PARAMETERS, Footprint
@@ -133,6 +134,18 @@ def locked_bytes(sizes: Iterable[int], *, in_slabs: bool) -> int:
     return sum(1 << max(size - 1, 0).bit_length() for size in sizes)
 
 
+class Group(NamedTuple):
+    """Parameters that are gathered together.
+
+    Attributes:
+        nbytes: of all.
+        trained: bytes of those that train: frozen ones have no gradients for ranks to sum.
+    """
+
+    nbytes: int
+    trained: int
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Parameters, gradients and states in equal parts on several ranks, gathered unit by unit (FSDP2).
@@ -155,32 +168,36 @@ class Sharding:
         return -(-nbytes // self.ranks)
 
     def gathered(
-        self, root: int, layers: Sequence[int], *, embedding: int = 0, activations: int = 0
+        self, root: Group, layers: Sequence[Group], *, embedding: Group, activations: int = 0
     ) -> list[tuple[str, int]]:
         """What a rank holds at most beside its part, by name; tests/plan/test_per_rank.py measures it.
 
         Args:
-            root: bytes of parameters that are gathered with the model, once a step, for forward and backward.
-            layers: bytes of each layer's parameters.
-            embedding: bytes of an embedding that is gathered by itself.
+            root: parameters that are gathered with the model, once a step, for forward and backward.
+            layers: each layer's.
+            embedding: those of an embedding that is gathered by itself.
             activations: bytes that layers have, and an embedding does not.
         """
         if self.ranks == 1:
             return []
-        largest = max(layers, default=0)
+        largest = max((layer.nbytes for layer in layers), default=0)
+        trained = max((layer.trained for layer in layers), default=0)
         input = self.reduce_itemsize / self.itemsize  # of a reduce-scatter: the gradients in another dtype
-        blocks = sum(layers) + embedding
+        blocks = sum(layer.nbytes for layer in layers) + embedding.nbytes
         if self.resharding is False:
             # When forward ends all, and two buffers that the last were copied out of; in backward a layer's gradients
             # take the place of its weights.
-            weights, gradients = blocks, max(WAITING, input) * largest
+            weights, gradients = blocks, max(WAITING * largest, input * trained)
         else:
             weights = WAITING * largest + (0 if self.resharding is True else blocks // self.resharding)
-            gradients = (1 + input) * largest
+            gradients = (1 + input) * trained
             # The embedding's backward is the last: what the layers kept is gone then.
-            more = (WAITING + 1 + input) * embedding - activations
+            more = WAITING * embedding.nbytes + (1 + input) * embedding.trained - activations
             gradients = max(gradients, more - weights)
-        return [("weights, gathered", root + int(weights)), ("gradients, to be reduced", root + int(gradients))]
+        return [
+            ("weights, gathered", root.nbytes + int(weights)),
+            ("gradients, to be reduced", root.trained + int(gradients)),
+        ]
 
 
 WAITING = 2

@@ -26,7 +26,18 @@ from offload.models.protocol import CausalLM, Packed
 from offload.models.source import describe
 from offload.optimizer import GIB, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
-from offload.plan.budget import DISK, STATES, Budget, Item, Optimizer, Sharding, on_accelerator, on_cpu, weights_of
+from offload.plan.budget import (
+    DISK,
+    STATES,
+    Budget,
+    Group,
+    Item,
+    Optimizer,
+    Sharding,
+    on_accelerator,
+    on_cpu,
+    weights_of,
+)
 from offload.plan.footprint import Footprint, without_activations
 from offload.refusals import ACCUMULATION_DTYPES
 from offload.training.settings import TrainSettings
@@ -313,12 +324,24 @@ def _gathered(
     if sharding.ranks == 1:
         return []
     layers = list(layers_of(parts.module))
-    of_layers = [_nbytes(layer.parameters()) for layer in layers]
     others = [block for block in parts.blocks() if all(block is not layer for layer in layers)]
-    embedding = sum(_nbytes(block.parameters()) for block in others)
+    of_layers = [_group(layer) for layer in layers]
+    embedding = _sum(_group(block) for block in others)
+    rest = _sum((*of_layers, embedding))
+    whole = _group(parts.module)
     activations = 0 if settings.enable_activation_offloading else counted.kept
-    root = _nbytes(parts.module.parameters()) - sum(of_layers) - embedding
+    root = Group(whole.nbytes - rest.nbytes, whole.trained - rest.trained)
     return sharding.gathered(root, of_layers, embedding=embedding, activations=activations)
+
+
+def _group(module: nn.Module) -> Group:
+    params = list(module.parameters())
+    return Group(_nbytes(params), _nbytes(param for param in params if param.requires_grad))
+
+
+def _sum(groups: Iterable[Group]) -> Group:
+    found = list(groups)
+    return Group(sum(group.nbytes for group in found), sum(group.trained for group in found))
 
 
 def _probed(section: DictConfig, kind: Any) -> DictConfig:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from offload.plan import budget
-from offload.plan.budget import DEVICE, HOST, LOCKED, Item, Optimizer, Sharding, on_accelerator, on_cpu
+from offload.plan.budget import DEVICE, HOST, LOCKED, Group, Item, Optimizer, Sharding, on_accelerator, on_cpu
 from offload.plan.calibration import Costs
 from offload.plan.footprint import ACTIVATIONS, GRADIENTS, PARAMETERS, Footprint, Moment
 from offload.plan.heap import Held
@@ -81,14 +81,33 @@ def test_parts_of_a_step_on_the_cpu() -> None:
     ],
 )
 def test_what_is_gathered_beside_a_ranks_part(sharding: Sharding, weights: int, gradients: int) -> None:
-    assert sharding.gathered(10, [20, 30], embedding=6) == [
+    root, *layers, embedding = (Group(nbytes, nbytes) for nbytes in (10, 20, 30, 6))
+    assert sharding.gathered(root, layers, embedding=embedding) == [
         ("weights, gathered", weights), ("gradients, to be reduced", gradients)
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("sharding", "weights", "gradients"),
+    [
+        (Sharding(4, True, reduce_itemsize=4), 10 + 2 * 30, 3 * 5),
+        (Sharding(4, False, reduce_itemsize=2), 10 + 50 + 6, 2 * 30),  # the buffers that weights were copied out of
+        (Sharding(4, False, reduce_itemsize=40), 10 + 50 + 6, 20 * 5),
+    ],
+)
+def test_frozen_weights_are_gathered_and_have_no_gradients(sharding: Sharding, weights: int, gradients: int) -> None:
+    layers, embedding = [Group(20, 5), Group(30, 3)], Group(6, 0)
+    assert sharding.gathered(Group(10, 0), layers, embedding=embedding) == [
+        ("weights, gathered", weights), ("gradients, to be reduced", gradients)
+    ]  # fmt: skip
+    large = sharding.gathered(Group(10, 0), layers, embedding=Group(600, 0))
+    assert large[1][1] == (gradients if sharding.resharding is False else 2 * 600 - 2 * 30)
+
+
 def test_a_large_embeddings_backward_comes_when_the_layers_let_go() -> None:
     def gradients(activations: int) -> int:
-        return Sharding(4).gathered(10, [20, 30], embedding=100, activations=activations)[1][1]
+        root, *layers, embedding = (Group(nbytes, nbytes) for nbytes in (10, 20, 30, 100))
+        return Sharding(4).gathered(root, layers, embedding=embedding, activations=activations)[1][1]
 
     assert gradients(0) == 10 + (2 + 1 + 1) * 100 - 2 * 30
     assert gradients(50) == gradients(0) - 50
@@ -96,7 +115,7 @@ def test_a_large_embeddings_backward_comes_when_the_layers_let_go() -> None:
 
 
 def test_one_rank_gathers_nothing_and_parts_are_rounded_up() -> None:
-    assert Sharding(1).gathered(10, [20]) == []
+    assert Sharding(1).gathered(Group(10, 10), [Group(20, 20)], embedding=Group(0, 0)) == []
     assert [Sharding(4).part(nbytes) for nbytes in (8, 9, 0)] == [2, 3, 0]
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any, cast
 
 import memory_per_rank
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from offload.distributed.sharding import shard
 from offload.distributed.world import World
 from offload.plan.budget import DEVICE, Budget, Item, Sharding
 from offload.plan.collectives import SYSTEMS
-from offload.plan.distributed import Plan, replay_engine
+from offload.plan.distributed import Plan, _alone_of, replay_engine
 from offload.plan.workload import LLAMA2_7B
 from offload.training.budgeting import Planner
 from offload.training.dividing import Division, choose, least
@@ -44,6 +49,43 @@ def test_the_card_of_a_rank(planner: Planner, ranks: int, resharding: bool, redu
     beside = gib(plan, "slack of PyTorch's allocator") + gib(plan, "CUDA context")
     counted = plan.budget.of(DEVICE) / GIB - beside
     assert 0 <= counted - replayed.steady.allocated / GIB <= MORE
+
+
+class _Adapted(nn.Linear):
+    """A frozen layer, and two small matrices beside it that train."""
+
+    def __init__(self, dim: int, rank: int) -> None:
+        super().__init__(dim, dim, bias=False)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + cast("torch.Tensor", self.up(self.down(input)))
+
+
+def test_fsdp_reduces_what_trains_and_so_a_plan_of_an_adapter_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def noted(params: Any, grads: list[torch.Tensor], *args: Any, **options: Any) -> Any:
+        reduced.append(sum(grad.numel() for grad in grads))
+        return reduce(params, grads, *args, **options)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", noted)
+    with _alone_of(4):
+        layers = [_Adapted(32, 2) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(32, 8, bias=False).requires_grad_(False))
+        shard(model, layers, init_device_mesh("cpu", (4,)))
+        model(torch.ones(1, 32)).sum().backward()
+    assert reduced == [2 * 2 * 32] * 3
+    lora, several = Planner(0, adapts=True), Sharding(8, reduce_itemsize=4)
+    plan = planned(lora, "llama2_7b_lora", sharding=several)
+    layer = 8 * (2 * 4096 * 3 + 3 * (4096 + 11008))  # of rank 8: three projections of attention, three of the MLP
+    assert gib(plan, "gradients, to be reduced") * GIB == 3 * 2 * layer
+    full = planned(Planner(0, adapts=False), "llama2_7b_offload", sharding=several)
+    layer_and_head = 2 * 4096 * (32000 + 2 * 49408)
+    assert gib(full, "weights, gathered") * GIB == pytest.approx(layer_and_head, rel=0.01)
+    assert gib(plan, "weights, gathered") * GIB == pytest.approx(layer_and_head + 2 * 2 * layer, rel=0.01)
 
 
 # What is left to the machine

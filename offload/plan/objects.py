@@ -1,7 +1,7 @@
 """What PyTorch asks the C library for in a step on the CPU: tensors, and the small objects beside them.
 
-Small objects decide which holes tensors leave. Sizes are those of PyTorch 2.13 for 64-bit Linux, seen by recording
-every ``malloc`` of a step; other versions' differ by a few bytes.
+Small objects decide which holes tensors leave. Sizes are those of PyTorch for 64-bit Linux, seen by recording every
+``malloc`` of a step with 2.13, and with 2.11 by asking the C library what is in use; others' may differ by a few bytes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,26 @@ STORAGE, VERSION, TENSOR = 96, 24, 176
 """A tensor with memory of its own has a ``c10::StorageImpl`` before it, then a ``c10::TensorImpl`` and a counter of
 versions; a view has a ``c10::TensorImpl``."""
 
-OF_AUTOGRAD, OF_VIEW = 184, 312
+SHARED = torch.__version__ < "2.13"
+"""Whether autograd holds its nodes by ``std::shared_ptr`` and not, as since
+https://github.com/pytorch/pytorch/pull/181782, by ``c10::intrusive_ptr``, which is half as large and counts in the
+node."""
+
+POINTER = 16 if SHARED else 8
+COUNTS = (32,) if SHARED else ()
+"""What counts a node's owners, where that is not in the node."""
+
+OF_AUTOGRAD, OF_VIEW = 168 + 2 * POINTER, 296 + 2 * POINTER
 """``AutogradMeta`` of a tensor that autograd made a node for, and ``DifferentiableViewMeta`` of a view."""
 
-EDGE, DIMENSION, HOOKED = 16, 8, 32
+EDGE, DIMENSION, HOOKED = POINTER + 8, 8, 32
 """A node of autograd's graph has a list of its edges, one for each tensor that it has a gradient for; some have sizes.
 Where hooks look after saved tensors, as in a checkpointed layer, each has an object more."""
 
 TASK = (24, 16)
 """Backward has two tables of the nodes."""
 
-NODES = {
+_RECORDED = {
     "mul": (640, 2), "div": (632, 2), "add": (512, 0), "sub": (512, 0), "neg": (464, 0), "pow": (576, 1),
     "mm": (736, 2), "addmm": (800, 2), "bmm": (624, 2), "silu": (544, 1), "gelu": (576, 1), "mean": (536, 0),
     "sum": (528, 0), "rsqrt": (544, 1), "sigmoid": (544, 1), "tanh": (544, 1), "exp": (544, 1), "cos": (544, 1),
@@ -39,7 +48,17 @@ NODES = {
     "unsqueeze": (472, 0), "squeeze": (496, 0), "select": (504, 0), "slice": (536, 0), "split": (512, 0),
     "_log_softmax": (560, 1), "nll_loss_forward": (800, 3),
 }  # fmt: skip
-"""Bytes of an operation's node, and how many tensors it saves."""
+"""Bytes of an operation's node with PyTorch 2.13, and how many tensors it saves."""
+
+
+def _here(nbytes: int, saved: int) -> tuple[int, int]:
+    """With this PyTorch: a node has a pointer to itself, and three to nodes for each tensor that it saves."""
+    return nbytes + (POINTER - 8) * (1 + 3 * saved), saved
+
+
+NODES = {name: _here(*recorded) for name, recorded in _RECORDED.items()}
+OTHER_NODE = _here(488, 0)
+"""Views, for the most part."""
 
 NUMBER, IN_FP32 = 8, 4
 """A number beside a tensor becomes a tensor of these bytes, and another to compute with."""
@@ -47,9 +66,6 @@ NUMBER, IN_FP32 = 8, 4
 KEEPS_NUMBER = {torch.ops.aten.mul.Tensor: True, torch.ops.aten.div.Tensor: True, torch.ops.aten.add.Tensor: False,
                 torch.ops.aten.sub.Tensor: False}  # fmt: skip
 """Whether an operation's node keeps it until it runs in backward; otherwise it goes when the operation ends."""
-
-OTHER_NODE = 488, 0
-"""Views, for the most part."""
 
 KEEP_SIZES = {"view", "_unsafe_view", "_reshape_alias", "expand", "sum", "mean", "select", "slice", "as_strided"}
 """Operations whose nodes keep their input's sizes (tools/autograd/derivatives.yaml)."""
@@ -112,7 +128,7 @@ class Objects:
             return
         is_number = func in KEEPS_NUMBER and not isinstance(args[1], Tensor)
         of_number = self._small_tensor(NUMBER) if is_number else []
-        sizes = (*[OTHER_NODE[0], EDGE] * (made - 1), *_of_node(func, args, is_number))
+        sizes = (*(OTHER_NODE[0], *COUNTS, EDGE) * (made - 1), *_of_node(func, args, is_number))
         keys = [self._take(nbytes) for nbytes in sizes]
         if is_backward:
             self._of_recomputation += keys
@@ -163,11 +179,11 @@ def _of_node(func: Any, args: Any, is_with_number: bool) -> tuple[int, ...]:
     """Bytes of an operation's node and of what it has, in the order in which PyTorch makes them."""
     given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
     if not given:
-        return OTHER_NODE[0], EDGE
+        return OTHER_NODE[0], *COUNTS, EDGE
     name = func.overloadpacket.__name__
     node, saved = NODES.get(name, OTHER_NODE)
     hooked = (HOOKED,) * saved if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ()
-    found = node, EDGE * (len(given) + is_with_number), *hooked
+    found = node, *COUNTS, EDGE * (len(given) + is_with_number), *hooked
     if name in KEEP_SIZES:
         return *found, DIMENSION * max(1, given[0].dim())
     if name == "mm":  # of both, and their strides

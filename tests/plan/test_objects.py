@@ -131,7 +131,8 @@ def test_nodes_stay_until_backward_is_over_and_those_of_a_second_forward_until_t
     sizes = {key: nbytes for key, nbytes, is_tensor in events if nbytes is not None and not is_tensor}
     nodes = [key for key, nbytes in sizes.items() if nbytes >= 464]
     gone = {key for key, nbytes, _ in events if nbytes is None}
-    expected = nodes_of(Checkpointed()().sum())
+    # Before PyTorch 2.13 a node that the loss does not lead to keeps a checkpointed layer's inputs.
+    expected = nodes_of(Checkpointed()().sum()) + hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
     assert len([key for key in nodes if key not in gone]) == expected
     # The weight transposed, its product, SiLU; the last product ends a second forward before it begins.
     assert len([key for key in nodes if key in gone]) == nodes_of(Layer()(torch.zeros(8, 256, requires_grad=True))) - 1

@@ -63,9 +63,9 @@ def test_parts_of_a_step_on_the_cpu() -> None:
     work = Work(tokens=64, length=32, layers=3, layer=(layer, 2 * layer), edge=(edge, edge))
     costs = Costs(products=1e-11, attention=2e-11, moved=3e-10, launches=1e-5)
     compute = (9 + 6) * 1e9 * 1e-11 + 9 * 1e8 * 2e-11 + 9 * 1e7 * 3e-10 + (90 + 10) * 1e-5
-    found = predict_on_cpu(work, costs, micro_batches=4, update=0.5)
-    assert found.compute_seconds == pytest.approx(4 * compute)
-    assert found.step_seconds == pytest.approx(4 * compute + 0.5 + STEP_SECONDS)
+    found = predict_on_cpu(work, costs, micro_batches=4, update=0.5, faults=0.25)
+    assert found.compute_seconds == pytest.approx(4 * compute + 0.25)
+    assert found.step_seconds == pytest.approx(4 * compute + 0.25 + 0.5 + STEP_SECONDS)
     assert found.tokens_per_second == pytest.approx(4 * 64 / found.step_seconds)
 
 

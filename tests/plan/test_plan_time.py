@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import plan_time
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +30,17 @@ def test_a_row_of_the_grid_is_predicted() -> None:
     planned = plan_time.Planned(0, Path("no small model"))
     assert planned.dtype == "fp32"
     assert planned.seconds(rates) > 1.0
+
+
+def test_logits_of_a_whole_micro_batch_get_new_pages_in_each_step() -> None:
+    """64 MiB of them, their log-probabilities, and the gradients of both."""
+    costs = {"products": 0.0, "attention": 0.0, "moved": 0.0, "launches": 0.0}
+    rates = {"training": {"fp32": costs}, "cpu_adamw": {"torch fused": 1e15}, "host_copy": 1e15, "host_faults": 2**20}
+    rows = [words for _, words in plan_time.RUNS]
+    full = rows.index("batch_size=32 loss=torch.nn.CrossEntropyLoss")
+    chunked = rows.index("batch_size=32")
+    seconds = {index: plan_time.Planned(index, Path("no small model")).seconds(rates) for index in (full, chunked)}
+    assert seconds[full] - seconds[chunked] == pytest.approx(4 * 64, rel=0.3)
 
 
 def test_a_row_holds_a_run_to_the_mean_of_the_predictions_before_and_after_it() -> None:

@@ -106,6 +106,39 @@ def test_another_micro_batch_follows_from_one_that_was_counted() -> None:
     assert one.total.moved == pytest.approx(other.total.moved, rel=0.1)
 
 
+class Picks(nn.Module):
+    """Rows of a matrix, in three ways, and the loss of four rows of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(1000, WIDTH))
+        self.logits = nn.Parameter(torch.zeros(4, 1000))
+
+    def loss(self) -> Tensor:
+        indices = self.indices()
+        picked = (F.embedding(indices, self.rows), self.rows.index_select(0, indices), self.rows[indices])
+        return self.loss_of_rows() + sum(each.sum() for each in picked)
+
+    def loss_of_rows(self) -> Tensor:
+        return F.nll_loss(self.logits, self.indices())
+
+    def indices(self) -> Tensor:
+        return torch.empty(4, dtype=torch.long, device="meta")
+
+
+def test_what_is_picked_of_a_tensor_is_read_and_no_more() -> None:
+    with torch.device("meta"):
+        model = Picks()
+    work = count(model, [], model.loss, batch=1, length=4, fused_norms=False)
+    picks = 3 * (2 * 4 * 4 * WIDTH + 4 * 8)
+    sums = 3 * (4 * 4 * WIDTH + 4) + 3 * 3 * 4 + 2 * 4  # Python's begins with 0
+    loss = 4 * 8 + 2 * 2 * 4  # the labels; the loss and the weight of all, read no more than written
+    assert work.edge[0].moved == picks + sums + loss
+    only_loss = count(model, [], model.loss_of_rows, batch=1, length=4, fused_norms=False)
+    assert only_loss.edge[0].moved == loss
+    assert only_loss.edge[1].moved == 4 * 4 * 1000 + 4  # the gradient, and that of the loss
+
+
 def test_a_norm_is_one_kernel_on_a_gpu_and_several_on_the_cpu() -> None:
     x = torch.empty(2, 8, WIDTH, device="meta")
     for fused in (True, False):

@@ -187,12 +187,19 @@ class Ranking:
         return Choice(choice.changes, plan, found)
 
     def _fitting(self, candidates: Sequence[_Candidate]) -> Iterator[Choice]:
-        """What fits, in the order of estimated speed."""
+        """What fits, in the order of estimated speed.
+
+        A candidate's estimate leaves strategy ``auto`` the memory that activations take: its turn comes when no other
+        candidate promises more than it does without that.
+        """
         of_kinds: dict[Changes, list[_Candidate]] = {}
         for candidate in candidates:
             of_kinds.setdefault(_kind(candidate), []).append(candidate)
         kinds: set[Changes] = set()
+        later: list[tuple[float, Choice]] = []
         for candidate in candidates:
+            while later and later[-1][0] >= candidate.speed:
+                yield later.pop()[1]
             kind = _kind(candidate)
             if kind in kinds:
                 continue  # a larger micro-batch of this kind fits, or was as fast
@@ -201,8 +208,11 @@ class Ranking:
                 continue
             kinds.add(kind)
             if is_auto(candidate.settings.optimizer):
-                found = self._with_room(found, of_kinds[kind])
-            yield found
+                later.append(self._with_room(found, of_kinds[kind]))
+                later.sort(key=lambda each: each[0])
+            else:
+                yield found
+        yield from (choice for _, choice in reversed(later))
 
     def _choice(self, candidate: _Candidate) -> Choice | None:
         """The candidate with its memory, if it fits and is allowed."""
@@ -213,9 +223,9 @@ class Ranking:
         fits = found.budget.fits(*self._limits) and self._allowed(candidate.changes)
         return Choice(candidate.changes, found) if fits else None
 
-    def _with_room(self, found: Choice, kind: Sequence[_Candidate]) -> Choice:
+    def _with_room(self, found: Choice, kind: Sequence[_Candidate]) -> tuple[float, Choice]:
         """Of strategy ``auto``, which has the memory that activations leave: the fastest micro-batch that is no larger
-        than one that fits."""
+        than one that fits, and its estimated tokens per second."""
         choices = [found]
         for candidate in kind:
             if candidate.settings.batch_size < found.plan.batch:
@@ -225,7 +235,7 @@ class Ranking:
             changed = applied(self._settings, choice.changes)
             return self._predictor.estimate(changed, choice.plan, self._machine, self._dtype, self._room)
 
-        return max(choices, key=speed)
+        return max(((speed(choice), choice) for choice in choices), key=lambda each: each[0])
 
     def _candidates(self, shapes: Sequence[Changes], in_flight: Sequence[str]) -> list[_Candidate]:
         """What may fit, in the order of estimated speed."""

@@ -239,6 +239,22 @@ def test_one_that_keeps_the_optimizers_formats_is_among_them() -> None:
     assert same is best[-1] and 1 < len(best) <= 4
 
 
+class _Crowded(_Rounding):
+    """`auto` promises most, until its activations take the memory."""
+
+    def estimate(self, settings: Any, plan: Plan, machine: Any, dtype: torch.dtype, room: Any) -> float:
+        faster = 1.0
+        if settings.optimizer.get("strategy") == "auto":
+            faster = 3.0 if plan.budget.device == 4 * GIB else 0.5
+        return faster * super().estimate(settings, plan, machine, dtype, room)
+
+
+def test_auto_waits_for_what_is_faster_than_it_is_with_its_activations() -> None:
+    """Of those with the optimizer's own formats one alone is predicted."""
+    (same,) = [choice for choice in ranked(8.5, predictor=_Crowded()) if not choice.rounds_otherwise]
+    assert same.changes == ()
+
+
 def test_what_makes_another_one_hardly_faster_is_not_told() -> None:
     best = ranked(8.5, predictor=_Rounding())
     assert not any("optimizer.strategy=auto" in choice.changes for choice in best)

@@ -5,7 +5,8 @@
 writes scripts/results/auto_placement.json and the table in docs/strategies.md. Each machine has the memory that its
 card leaves PyTorch; what copies and the CPU take of the host's memory they share. `auto` finds everything out by itself
 in the first steps, and the steps after them are counted, as are those of the others. Beside each is what
-:func:`offload.plan.prediction.predict` makes of it, which is told the memory that `stream` leaves.
+:func:`offload.plan.prediction.predict` makes of it, which is told the memory that `stream` leaves in the steps after
+which `auto` moves states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from pages import write_table
 
-from offload.auto import SPARE
+from offload.auto import SPARE, WARM_UP
 from offload.plan.budget import CONTEXT
 from offload.plan.cards import find_card
 from offload.plan.efficiency import LINK
@@ -89,12 +90,13 @@ def machine(name: str) -> tuple[Machine, int]:
     return dataclasses.replace(made, name=name), card.memory - CONTEXT
 
 
-def measured(name: str, model: str, tokens: int, in_backward: bool, strategy: str) -> Result:
-    """One run."""
+def measured(
+    name: str, model: str, tokens: int, in_backward: bool, strategy: str, steps: tuple[int, int] = STEPS
+) -> Result:
+    """One run; ``steps`` of a strategy alone."""
     rates, memory = machine(name)
     load = dataclasses.replace(MODELS[model], tokens=tokens).coarse(4)
     options: dict[str, Any] = {**OPTIMIZER, "strategy": strategy, "update_in_backward": in_backward}
-    steps = STEPS
     if strategy != "auto":
         memory = int((1 - SPARE) * memory)  # which `auto` leaves free
     else:
@@ -111,11 +113,13 @@ def cases(only: str | None) -> Iterator[tuple[str, str, int, bool]]:
                         yield name, model, tokens, in_backward
 
 
-def predicted(name: str, model: str, tokens: int, in_backward: bool, stream: Result) -> Prediction:
-    """What `tune plan` says of `auto`, where states on the host leave as much memory as ``stream`` did."""
+def predicted(name: str, model: str, tokens: int, in_backward: bool) -> Prediction:
+    """What `tune plan` says of `auto`, where it finds as much memory left as it would after its first steps, which are
+    those of `stream`. Later ones may take a little more."""
     rates, memory = machine(name)
     load = dataclasses.replace(MODELS[model], tokens=tokens)
-    room = int((1 - SPARE) * memory) - stream.steady.reserved
+    before = measured(name, model, tokens, in_backward, "stream", (1, WARM_UP - 1))
+    room = int((1 - SPARE) * memory) - before.first.joined(before.steady).reserved
     settings = Settings("auto", STATE_BYTES, update_in_backward=in_backward, room=room, cpu_may_help=True)
     return predict(load, rates, settings)
 
@@ -124,8 +128,8 @@ def row(name: str, model: str, tokens: int, in_backward: bool) -> dict[str, Any]
     """What is recorded of a case."""
     _, memory = machine(name)
     results = {s: measured(name, model, tokens, in_backward, s) for s in (*SINGLE, "auto")}
-    stream = results["stream"]
-    plan = None if stream.out_of_memory else predicted(name, model, tokens, in_backward, stream)
+    fits = not results["stream"].out_of_memory
+    plan = predicted(name, model, tokens, in_backward) if fits else None
     return {
         "machine": name,
         "model": model,

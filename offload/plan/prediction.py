@@ -311,17 +311,27 @@ def _replayed(load: Workload, machine: Machine, settings: Settings) -> Result:
     # Later steps are all alike; updates at step, and copies that outlast backward, need one more until they are.
     hidden = estimate(load, machine, settings) <= (1 + EXPOSED) * load.micro_batches * compute_seconds(load, machine)
     steps = (1, 1) if settings.update_in_backward and hidden else QUICK
-    room = None
+    room, tries_cpu = None, False
     if settings.strategy == "auto":
         # A step that computes for longer than this does not wait for the link, and the CPU is not tried.
         away = max(0.0, load.parameters * settings.state_bytes - settings.room) / min(machine.up, machine.down)
         waits = load.micro_batches * compute_seconds(load, machine) <= CERTAIN * LINK_BOUND * away
-        helps = waits and share_of_cpu(load.dtype.itemsize, machine, settings) > 0
-        steps = (steps[0] + (DECIDED_WITH_CPU if helps else DECIDED) - 1, steps[1])
+        tries_cpu = waits and share_of_cpu(load.dtype.itemsize, machine, settings) > 0
+        steps = (steps[0] + (DECIDED_WITH_CPU if tries_cpu else DECIDED) - 1, steps[1])
         speeds = speeds_of(machine, load, cpu_bytes=cpu_bytes(load.dtype.itemsize, settings))
-        optimizer["speeds"] = speeds if helps else dataclasses.replace(speeds, cpu=NEVER)
+        # What the CPU may help with, tried or not, rests on the device last.
+        optimizer["speeds"] = speeds if settings.cpu_may_help else dataclasses.replace(speeds, cpu=NEVER)
         room = settings.room
-    return replay(machine, load, steps=steps, shares_host_memory=True, room=room, is_checked=False, **optimizer)
+    return replay(
+        machine,
+        load,
+        steps=steps,
+        shares_host_memory=True,
+        room=room,
+        tries_cpu=tries_cpu,
+        is_checked=False,
+        **optimizer,
+    )
 
 
 CERTAIN = 1.2

@@ -310,6 +310,7 @@ def replay(
     steps: tuple[int, int] = (WARM_UP, MEASURED),
     shares_host_memory: bool = False,
     room: int | None = None,
+    tries_cpu: bool = True,
     is_checked: bool = True,
     **optimizer: Any,
 ) -> Result:
@@ -325,6 +326,8 @@ def replay(
         shares_host_memory: copies over the link and the CPU's updates get together what the host's memory gives.
         room: bytes of the device that strategy ``auto`` finds left over, when it times each try by one step; None for
             what ``memory`` leaves.
+        tries_cpu: with ``room``, it times steps with the CPU's help where it may have that; otherwise it only places
+            states as it does before.
         **optimizer: arguments of :class:`offload.OffloadOptimizer`.
     """
 
@@ -347,7 +350,7 @@ def replay(
         return _Training(step, built.accumulate, built.synchronize, placed)
 
     sharing = _shared(machine) if shares_host_memory else None
-    with _counting_packed_updates(), _deciding_soon() if room is not None else nullcontext():
+    with _counting_packed_updates(), _deciding_soon(tries_cpu=tries_cpu) if room is not None else nullcontext():
         return _run(machine, load, memory, build, steps, sharing, room, is_checked=is_checked)
 
 
@@ -357,9 +360,10 @@ try of all and of half of it."""
 
 
 @contextmanager
-def _deciding_soon() -> Iterator[None]:
+def _deciding_soon(*, tries_cpu: bool) -> Iterator[None]:
     """Simulated steps are all alike, and no allocator has to be watched."""
-    with mock.patch.multiple(auto, WARM_UP=1, TIMED=1):
+    never = nullcontext() if tries_cpu else mock.patch.object(auto.Auto, "_try_cpu", lambda _: iter(()))
+    with mock.patch.multiple(auto, WARM_UP=1, TIMED=1), never:
         yield
 
 
@@ -476,6 +480,7 @@ def _run(
     )
     begins: list[float] = []
     first: Use | None = None
+    steady: Use | None = None
     placed: Mapping[str, float] = {}
     pins, message, place = 0, "", "construction"
     try:
@@ -505,6 +510,7 @@ def _run(
                         y.sum().backward()
                     del y
                 training.step()
+            steady = simulator.memory.use()
             # What is measured ends with the beginning of this forward; updates that are under way then belong to it.
             forward()
             training.settle()
@@ -512,7 +518,7 @@ def _run(
             trace = list(simulator.trace)
     except torch.OutOfMemoryError as error:
         message = f"{place}: {error}"
-    steady = simulator.memory.use()
+    steady = steady or simulator.memory.use()
     late = sum(pin.nbytes for pin in simulator.pins[pins:])
     if message:
         return Result(math.inf, math.inf, {}, [], first or steady, steady, late, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from offload.distributed.world import World
@@ -63,6 +64,18 @@ class MergedWeights(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         """Of all of them."""
         return sum(tensor.nbytes for tensor in self.empty.values())
+
+    def made_on(self, device: torch.device) -> tuple[torch.device, int]:
+        """Where a model on ``device`` has its weights merged, and the bytes that there are at most while one of them is
+        made and written, beside what it is made of."""
+        merged = [tensor for name, tensor in self.empty.items() if self.merged_from(name)]
+        largest = max(merged, key=lambda each: each.nbytes, default=torch.empty(0))
+        place, copies = self.copies(device, largest.dtype)
+        return place, copies * largest.nbytes
+
+    @abstractmethod
+    def copies(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.device, int]:
+        """Where a weight of a model on ``device`` is merged, and how often it is there meanwhile."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.empty)

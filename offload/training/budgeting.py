@@ -7,7 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -22,12 +22,15 @@ from offload.engine.units import clean_name
 from offload.errors import UserError
 from offload.host_memory import use_of_this_process
 from offload.machinery import STAGING_SHARE
-from offload.models.protocol import CausalLM, Packed
+from offload.models.merging import MergedWeights
+from offload.models.protocol import AdaptedLM, CausalLM, Packed
 from offload.models.source import describe
 from offload.optimizer import GIB, OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
 from offload.plan.budget import (
+    DEVICE,
     DISK,
+    HOST,
     STATES,
     Budget,
     Group,
@@ -96,6 +99,11 @@ class _Described:
     numbers: tuple[int, int]
     nbytes: int
     layers: int
+
+    @functools.cached_property
+    def merged(self) -> MergedWeights:
+        """Its weights with the adapter that it has."""
+        return cast(AdaptedLM, self.parts).merged_weights()
 
 
 def _described(parts: CausalLM, packed: Packed) -> _Described:
@@ -236,6 +244,8 @@ class Planner:
             items = on_accelerator(counted, optimizer, weights=weights, base=base, moved=moved, beside=beside)
         else:
             items = on_cpu(counted, optimizer, weights=weights, base=base, beside=beside)
+        if self._adapts:
+            items += _merged_beside(settings, model, sharding, device)
         items += _disk(settings, numbers, states, dtype)
         if settings.compile:
             notes.append("compile=True: what compilation fuses away was counted, what it adds was not")
@@ -342,6 +352,18 @@ def _group(module: nn.Module) -> Group:
 def _sum(groups: Iterable[Group]) -> Group:
     found = list(groups)
     return Group(sum(group.nbytes for group in found), sum(group.trained for group in found))
+
+
+def _merged_beside(settings: TrainSettings, model: _Described, sharding: Sharding, device: torch.device) -> list[Item]:
+    """What writing a model with its adapter merged in takes while training goes on: the adapter as it was, and the
+    weight that is being made."""
+    if not settings.enable_async_checkpointing or getattr(settings, "save_adapter_weights_only", False):
+        return []
+    place, nbytes = model.merged.made_on(device)
+    return [
+        Item(HOST, KEPT, sum(map(sharding.part, model.sizes)), "the adapter as it was"),
+        Item(HOST if place.type == "cpu" else DEVICE, "a weight, being merged", nbytes, "for a checkpoint"),
+    ]
 
 
 def _probed(section: DictConfig, kind: Any) -> DictConfig:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import torchao_shim
 from offload.cli import registry
 from offload.cli.validate import load_recipe
 from offload.config.loading import load_and_check
 from offload.errors import UserError
+from offload.models.protocol import AdaptedLM
 from offload.plan.budget import DEVICE, DISK, HOST, LOCKED, Budget, Item, Sharding, locked_bytes
 from offload.plan.cards import CARDS, find_card
 from offload.tiny import register_resolvers
@@ -26,15 +32,19 @@ def planner() -> Planner:
     return Planner(0, adapts=False)
 
 
-def planned(
-    planner: Planner, name: str, *overrides: str, device: str = "cuda", sharding: Sharding | None = None
-) -> Plan:
+def settings_of(name: str, *overrides: str) -> Any:
     torchao_shim.install()
     register_resolvers()
     config = registry.find_config(name)
     recipe = registry.find_recipe(registry.recipe_of_config(config.name))
     schema: Any = load_recipe(recipe.path).Settings
-    _, settings = load_and_check(config.path, overrides, schema, [])
+    return load_and_check(config.path, overrides, schema, [])[1]
+
+
+def planned(
+    planner: Planner, name: str, *overrides: str, device: str = "cuda", sharding: Sharding | None = None
+) -> Plan:
+    settings = settings_of(name, *overrides)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     return planner.plan(settings, torch.device(device), dtype, sharding=sharding)
 
@@ -223,3 +233,107 @@ def test_checkpoints_beside_training_take_their_room(strategy: str, device: str,
     )
     assert beside.budget.host - at_once.budget.host == 1.5 * GIB
     assert beside.budget.device == at_once.budget.device
+
+
+@pytest.fixture
+def llama_folder(tmp_path: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return tmp_path
+
+
+class Held(TorchDispatchMode):
+    """Bytes of storages that are made inside, as long as anything has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """These were there before."""
+        self._known |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _gone(self, place: int, nbytes: int) -> None:
+        self.now -= nbytes
+        self._known.discard(place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            storage, place = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
+            if place not in self._known:
+                self._known.add(place)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, place, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("config", "dora", "dtype"),
+    [
+        ("tiny_llama_lora", False, "bf16"),
+        ("tiny_llama_lora", True, "bf16"),
+        ("hf_lora", False, "fp32"),
+        ("hf_lora", False, "bf16"),
+        ("hf_lora", True, "fp32"),
+    ],
+)
+def test_merged_weights_written_beside_training_are_what_is_held_for_them(
+    config: str, dora: bool, dtype: str, llama_folder: Path
+) -> None:
+    """Of a model with an adapter: the adapter's values of then, and what making a weight takes. Of weights this small
+    the matrices of the adapter, which are not counted again, are a few percent."""
+    adapting = Planner(0, adapts=True)
+    section = "model" if config == "tiny_llama_lora" else "adapter"
+    overrides = [f"dtype={dtype}", "save_adapter_weights_only=False", *([f"{section}.use_dora=True"] * dora)]
+    if config == "hf_lora":
+        overrides += [f"model.path={llama_folder}", "dataset.path=none.jsonl"]
+    at_once, beside = (
+        planned(adapting, config, *overrides, f"enable_async_checkpointing={is_set}", device="cpu")
+        for is_set in (False, True)
+    )
+    counted = beside.budget.host - at_once.budget.host
+
+    settings = settings_of(config, *overrides)
+    parts, _ = adapting.model_of(settings, torch.bfloat16 if dtype == "bf16" else torch.float32)
+    model = parts.module.to_empty(device="cpu")
+    with Held() as held, torch.no_grad():
+        held.know(model.parameters())
+        merged = cast(AdaptedLM, parts).merged_weights(goes_on=True)
+        adapter, held.most = held.now, held.now
+        assert adapter == sum(param.nbytes for param in model.parameters() if param.requires_grad)
+        for name in merged:
+            if params := merged.merged_from(name):
+                merged.made(name, dict(zip(params, params, strict=True)))
+    assert 0.74 <= (held.most - adapter) / (counted - adapter) <= 1.05
+
+
+@pytest.mark.parametrize("config", ["tiny_llama_lora", "hf_lora"])
+def test_where_merged_weights_are_made(config: str, llama_folder: Path) -> None:
+    """torchtune's on the host, peft's where the model is; none where the adapter alone is saved."""
+    overrides = ["dtype=bf16"]
+    if config == "hf_lora":
+        overrides += [f"model.path={llama_folder}", "dataset.path=none.jsonl"]
+    adapting = Planner(0, adapts=True)
+
+    def added(*more: str, **where: Any) -> tuple[int, int]:
+        at_once, beside = (
+            planned(adapting, config, *overrides, *more, f"enable_async_checkpointing={is_set}", **where).budget
+            for is_set in (False, True)
+        )
+        return beside.device - at_once.device, beside.host - at_once.host
+
+    assert added("save_adapter_weights_only=True") == (0, 0)
+    device, host = added("save_adapter_weights_only=False")
+    trained = planned(adapting, config, *overrides).trained * 2
+    assert (device > 0, host > trained) == ((False, True) if config == "tiny_llama_lora" else (True, False))
+    assert host >= trained
+    of_two = added("save_adapter_weights_only=False", sharding=Sharding(2))
+    assert of_two == (device, host - trained // 2)

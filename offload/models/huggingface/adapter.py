@@ -296,6 +296,12 @@ class _Merged(MergedWeights):
             empty[name] = torch.empty(shown.shape, dtype=shown.dtype, device="meta")
         return empty
 
+    def copies(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.device, int]:
+        # The copy that peft adds to, the product, and that scaled: of 16-bit weights it multiplies in fp32 on the CPU.
+        # Its variants, such as DoRA, compute norms and the sum beside.
+        has_variant = any(ADAPTER in getattr(layer, "lora_variant", ()) for layer, _, _ in self._of.values())
+        return device, 5 if has_variant or (device.type == "cpu" and dtype.itemsize == 2) else 3
+
     def merged_from(self, name: str) -> list[Tensor]:
         layer, _, _ = self._of[name]
         return [] if layer is None else [self._now.get(param, param) for param in layer.parameters()]

@@ -177,6 +177,11 @@ class _Merged(MergedWeights):
             for name, param in params
         }
 
+    def copies(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.device, int]:
+        # As it was read, the copy that torchtune adds to, and what it adds; with magnitudes the sum twice more.
+        has_magnitudes = any(name.endswith(".magnitude") for name in self._params)
+        return torch.device("cpu"), 5 if has_magnitudes else 3
+
     def read(self, part: Tensor) -> Tensor:
         return (part.to(self._dtype) if is_nf4(part) else part.detach()).cpu()
 

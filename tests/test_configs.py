@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import config_memory
+import memory_per_rank
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -41,7 +44,7 @@ smollm3_3b_offload smollm3_3b_lora olmo3_7b_offload olmo3_7b_lora gpt_oss_20b_lo
 qwen3_8b_qlora qwen3_14b_qlora llama3_1_8b_qlora gemma3_12b_qlora phi4_qlora mistral_small_24b_qlora
 tiny_llama_offload tiny_llama_lora tiny_llama_generate tiny_llama_offload_distributed
 llama2_7b_offload_distributed qwen3_8b_offload_distributed qwen3_14b_offload_distributed qwen3_32b_offload_distributed
-llama3_1_70b_offload_distributed
+llama3_1_70b_offload_distributed qwen3_32b_lora_distributed llama3_1_70b_lora_distributed
 """
 PROMISED = PROMISED_NAMES.split()
 
@@ -249,14 +252,25 @@ def test_memory_in_the_header_follows_from_the_model(path: Path) -> None:
 
 @distributed_configs
 def test_memory_of_each_process_follows_from_the_model(path: Path) -> None:
-    model = path.stem.removesuffix(f"_offload{registry.DISTRIBUTED}")
+    model, _, method = path.stem.removesuffix(registry.DISTRIBUTED).rpartition("_")
     parameters = PUBLISHED[model] * 1e6 if model in PUBLISHED else published.MODELS[model].parameters
     header = path.read_text(encoding="utf-8").partition("\noutput_dir")[0]
     (processes,) = re.findall(r"Memory of each of (\d+) processes", header)
     assert f"--nproc_per_node {processes} " in header
-    weights, states = (float(number) for number in re.findall(r"(\d+\.\d) GiB  ", header))
+    assert f"computed from {parameters / 1e9:.2f} B parameters" in header
+    weights, *others = (float(number) for number in re.findall(r"(\d+\.\d) GiB  ", header))
     assert weights == pytest.approx(2 * parameters / int(processes) / 2**30, abs=0.06)
-    assert states == pytest.approx((4 + 8 / 256) * parameters / int(processes) / 2**30, abs=0.06)
+    if method == "offload":
+        assert others == pytest.approx([(4 + 8 / 256) * parameters / int(processes) / 2**30], abs=0.06)
+        return
+    rows = json.loads(memory_per_rank.RECORD.read_text(encoding="utf-8"))["rows"]
+    (row,) = [row for row in rows if (row["config"], row["ranks"]) == (f"{model}_{method}", int(processes))]
+    items = row["items_gib"]
+    gathered = items["weights, gathered"] + items["gradients, to be reduced"]
+    adapter = items["optimizer states"] + items["gradients, this rank's part"]
+    assert others == pytest.approx([gathered, items["activations"], adapter, row["gpu_gib"]], abs=0.06)
+    card = re.findall(r"cards of (\d+) GB", header)
+    assert card == [str(next(size for size, gib in config_memory.CARDS.items() if row["gpu_gib"] <= gib))]
 
 
 @distributed_configs
@@ -264,7 +278,8 @@ def test_several_processes_train_as_one_does(path: Path) -> None:
     """What differs from the config for one device are the processes' own keys, and what a larger model needs."""
     single = path.with_name(f"{path.stem.removesuffix(registry.DISTRIBUTED)}.yaml")
     if not single.exists():
-        single = path.with_name("qwen3_14b_offload.yaml" if _is_huggingface(path) else "llama3_1_8b_offload.yaml")
+        method = single.stem.rpartition("_")[2]
+        single = path.with_name(f"{'qwen3_14b' if _is_huggingface(path) else 'llama3_1_8b'}_{method}.yaml")
     one, many = (OmegaConf.to_container(OmegaConf.load(each), resolve=False) for each in (single, path))
     own = {"reshard_after_forward", "data_parallel_replicate_dim", "reduce_dtype"}
     assert many.keys() - one.keys() == own and one.keys() <= many.keys()

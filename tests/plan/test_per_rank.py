@@ -156,6 +156,6 @@ def test_docs_have_the_recorded_table() -> None:
 
 def test_the_record_is_what_is_planned(planner: Planner) -> None:
     record = json.loads(memory_per_rank.RECORD.read_text(encoding="utf-8"))
-    (row,) = [row for row in record["rows"] if (row["model"], row["ranks"]) == ("llama2_7b", 8)]
+    (row,) = [row for row in record["rows"] if (row["config"], row["ranks"]) == ("llama2_7b_offload", 8)]
     plan = planned(planner, "llama2_7b_offload_distributed", sharding=Sharding(8, reduce_itemsize=4))
     assert plan.budget.device / GIB == pytest.approx(row["gpu_gib"], abs=0.1)

@@ -234,6 +234,15 @@ def test_a_restart_goes_on_from_what_its_job_saved_and_from_nothing_else(
     assert restart.find_restart(alone, tmp_path) == restart.Restart(has_saved=True, has_reported=True)
 
 
+def test_a_restart_says_how_often_and_where_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    again = restart.Restart(has_saved=True, has_reported=True)
+    begins = "restart 1 of at most 3, after a process failed: going on from "
+    assert again.line(Path("run/step_2")) == f"{begins}run/step_2"
+    assert again.line(None) == f"{begins}the beginning: no checkpoint was saved"
+
+
 def test_a_world_that_torchrun_did_not_start_has_no_restarts(tmp_path: Path) -> None:
     assert restart.find_restart(World(), tmp_path) is None and World.noted("anything") is None
     assert os.environ.get("TORCHELASTIC_RUN_ID") is None

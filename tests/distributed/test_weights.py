@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
+from offload.engine.fsdp import groups_of
+from offload.engine.shards import local
 from offload.errors import UserError
+from offload.models import shares
 from offload.models.huggingface import checkpoint as huggingface_checkpoint
 from offload.models.huggingface.checkpoint import HuggingFaceFormat
 from offload.models.huggingface.loading import from_pretrained
@@ -79,6 +85,18 @@ def test_torchtune(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_a_part_is_told_as_ranges_of_the_whole(placements: tuple[Any, ...], ranks: Ranks) -> None:
     assert ranks.run(4, weights.runs_that_differ, placements) == [[]] * 4
+
+
+def test_parameters_that_were_given_memory_are_those_that_fsdp_gathers(mesh_of_two: DeviceMesh) -> None:
+    """The optimizer asks FSDP for them before it has gathered any, to know which updates a gather waits for."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))  # of three rows this rank has two
+    fully_shard(model, mesh=mesh_of_two)
+    shares.materialize(model, weights.CPU)
+    (group,) = groups_of(model)
+    assert {param.sharded_param for param in group.fsdp_params} == set(model.parameters())
+    for param in group.fsdp_params:
+        assert param._sharded_param_data.data_ptr() == local(param.sharded_param).data_ptr()
 
 
 SAMPLED = ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "llama4_text", "falcon_h1")

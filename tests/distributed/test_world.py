@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from offload.distributed import watch
+from offload.distributed import network, watch
 from offload.distributed.sharding import check_shape
-from offload.distributed.world import PeerError, World, current, is_shared, status_of
+from offload.distributed.world import PeerError, World, current, is_shared, joined, status_of
 from offload.errors import UserError
 from tests.distributed.ranks import Ranks
 
@@ -183,3 +185,44 @@ def test_shapes_that_processes_can_have(size: int, replicate: int, resharding: b
         return
     with pytest.raises(UserError, match=said):
         check_shape(world, replicate=replicate, reshard_after_forward=resharding)
+
+
+def test_where_a_process_is_among_those_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert current() == World(5, 8, 1, 2)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert current() == World(5, 8, 5, 8), "all on one host, where nobody tells"
+
+
+def test_a_life_meets_nothing_of_the_one_before_but_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun keeps its store when it starts the processes again."""
+    kept = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    given: list[Any] = []
+
+    @contextlib.contextmanager
+    def watching(one: watch.Watch) -> Iterator[None]:
+        given.append(one._store)
+        yield
+
+    monkeypatch.setattr("offload.distributed.world.is_launched", lambda: True)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(kept, 0, 1)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, store, **__: given.append(store))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(network, "choose", given.append)
+    monkeypatch.setattr(watch, "watching", watching)
+    for life in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(life))
+        assert World.noted("where") is None
+        World.note("where", "nowhere")
+        with joined():
+            assert World.noted("where") == (None if life == 0 else "step 7")
+            World.note("where", "step 7")
+    before, after = given[:3], given[3:]
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        old.set(f"word {number}", "of old")
+        assert old.check([f"word {number}"]) and not new.check([f"word {number}"])

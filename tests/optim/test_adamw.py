@@ -800,6 +800,21 @@ def test_masters_of_24_bits_are_rounded_up_as_often_as_they_lie_above() -> None:
 
 
 @pytest.mark.parametrize("has_ratios", [True, False])
+def test_a_block_of_what_counts_as_zero_has_no_steps_and_decodes_to_zero(has_ratios: bool) -> None:
+    """Of a row that no gradient reached yet; its neighbours keep theirs."""
+    root = torch.tensor([0.0, 2.0**-125, 1.0]).repeat_interleave(formats.BLOCK)
+    step, top = codes.steps(root, torch.zeros(3), has_ratios)
+    assert (step > 0).tolist() == [False, False, True]
+    assert torch.equal(top.view(torch.float32), torch.tensor([0.0, 2.0**-125, 1.0]))
+    first = torch.zeros(len(root), dtype=torch.int8), torch.zeros(3)
+    stored = torch.zeros(len(root), dtype=torch.uint8), torch.zeros(3)
+    up = codes.thresholds(0, len(root), 0, root.device)
+    codes.encode(torch.zeros_like(root), root, up, *first, *stored, 0.0, has_ratios)
+    m, v = codes.decode(*first, *stored, 0.0, has_ratios)
+    assert not m.any() and torch.equal(v, torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(formats.BLOCK))
+
+
+@pytest.mark.parametrize("has_ratios", [True, False])
 def test_roots_are_the_nearest_two_steps_and_zero_alone_is_zero(has_ratios: bool) -> None:
     """Of every width, element by element: a code is a step away at most, as far up as down on average.
 

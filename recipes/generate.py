@@ -114,7 +114,8 @@ class GenerateRecipe:
         settings = self.settings
         self.device, self.dtype, reason = self.check(settings)
         _tell(reason)
-        self.questions = self._questions()
+        self.questions, system = self._questions(), settings.prompt.system
+        self.instructions = None if system is None else _as_utf8(system, "prompt.system")
         base = settings.base_checkpoint_dir
         self.answerer = find_answerer(
             settings.model,
@@ -142,12 +143,13 @@ class GenerateRecipe:
         if (prompt.user is None) == (prompt.file is None):
             raise UserError("prompt: give either prompt.user='a question' or prompt.file=FILE, with one in each line")
         if prompt.file is None and prompt.user != "-":
-            return [str(prompt.user)]
+            return [_as_utf8(str(prompt.user), "prompt.user")]
         key, name = ("prompt.user", "-") if prompt.file is None else ("prompt.file", prompt.file)
         try:
-            text = sys.stdin.read() if name == "-" else expanded(name, key).read_text(encoding="utf-8")
+            text = sys.stdin.read() if name == "-" else expanded(name, key).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{key}: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+        text = _as_utf8(text, key)
         questions = [line for line in (text.splitlines() if prompt.file else [text.strip()]) if line.strip()]
         if not questions:
             raise UserError(f"{key}: {'standard input' if name == '-' else name} has no question")
@@ -156,8 +158,8 @@ class GenerateRecipe:
     def _prompt(self, question: str) -> list[int]:
         """The prompt's token ids."""
         messages = [{"role": "user", "content": question}]
-        if self.settings.prompt.system is not None:
-            messages.insert(0, {"role": "system", "content": self.settings.prompt.system})
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
         return self.answerer.encode(messages)
 
     def train(self) -> int:
@@ -201,6 +203,18 @@ class GenerateRecipe:
 
     def cleanup(self, exit_code: int) -> None:
         """Nothing was opened."""
+
+
+def _as_utf8(text: str, key: str) -> str:
+    """A text of the command line or standard input, of which Python decodes ASCII alone in an ASCII locale.
+
+    Raises:
+        UserError: its bytes are not UTF-8.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise UserError(f"{key}: {ascii(text)[:100]} is not UTF-8: write it in UTF-8") from error
 
 
 def _tell(line: str) -> None:

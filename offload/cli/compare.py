@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UserError
+from offload.paths import with_home
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +43,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(table.as_json(lines, runs))
         return 0
-    out = args.out.expanduser() if args.out else runs[0].folder.resolve().parent / "compared"
+    out = Path(with_home(args.out, "--out")) if args.out else runs[0].folder.resolve().parent / "compared"
     told: list[str] = []
     failed: UserError | None = None
     try:  # first, as a reader may leave in the middle of the table

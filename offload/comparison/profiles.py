@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def _profiles(run: Run) -> Path | None:
     output_dir = config.get("output_dir")
     if isinstance(output_dir, str) and Path(named).is_relative_to(output_dir):
         return run.folder / Path(named).relative_to(output_dir)
-    return Path(named).expanduser()
+    return Path(os.path.expanduser(named))
 
 
 def lines(found: Sequence[Account | None]) -> list[Line]:

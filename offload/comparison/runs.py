@@ -14,6 +14,7 @@ from typing import Any
 from offload.errors import UserError
 from offload.metrics.log import METRICS_FILE, read_metrics
 from offload.metrics.run_record import RUN_FILE, read_run
+from offload.paths import with_home
 
 # What curves are drawn over, with what a reader calls it.
 AXES = {"step": "optimizer step", "tokens_seen": "tokens", "training_seconds": "training time (s)"}
@@ -61,7 +62,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a folder holds no run, nothing was logged yet, or a file is damaged.
     """
-    files = [path / METRICS_FILE if path.is_dir() else path for path in map(Path.expanduser, paths)]
+    files = [
+        path / METRICS_FILE if path.is_dir() else path for path in (Path(with_home(each, "a run")) for each in paths)
+    ]
     read = [_read(path) for path in files]
     labels = [record.get("label") or path.resolve().parent.name for path, (_, record) in zip(files, read, strict=True)]
     times = Counter(labels)

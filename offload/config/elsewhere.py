@@ -95,6 +95,13 @@ _REASONS = {
 NOT_HERE = {theirs: reason for reason, names in _REASONS.items() for theirs in names.split()}
 """Theirs that no key of ours stands for, and what to do instead."""
 
+_BUILDERS = {
+    "adapter.r": "lora_rank",
+    "adapter.lora_alpha": "lora_alpha",
+    "adapter.lora_dropout": "lora_dropout",
+    "adapter.target_modules": "lora_attn_modules",
+}
+
 _ADAPTERS = "lora_finetune_single_device"
 
 _COMPONENTS = {
@@ -136,6 +143,11 @@ USUAL = {
     "tokenizer": "offload.data.tokenizer.ChatTokenizer",
 }
 """The component that stands in most configs, by section."""
+
+
+def of_builder(name: str) -> str | None:
+    """What torchtune's ``lora_*`` builders call another trainer's setting of adapters; None where they have it not."""
+    return _BUILDERS.get(HERE.get(name, ""))
 
 
 def key_here(name: str, read: Collection[str]) -> str | None:

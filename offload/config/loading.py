@@ -28,7 +28,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ from omegaconf.errors import (
 from offload import component as components
 from offload.component import LocalModuleError, nearest
 from offload.config import translation
-from offload.config.elsewhere import USUAL, component_here, key_here
+from offload.config.elsewhere import USUAL, component_here, key_here, of_builder
 from offload.config.interpolation import (
     MISSING,
     grammar_problems,
@@ -83,6 +82,7 @@ from offload.config.schema import (
 )
 from offload.config.yaml_files import KeyPath, dotted, read_yaml, walk
 from offload.errors import UserError
+from offload.paths import with_home
 
 S = TypeVar("S")
 
@@ -197,7 +197,7 @@ def _check_section(
                 problems.append(f"{dotted(here)}: required: set {dotted(here)}")
             _check_free(value, here, problems)
             continue
-        elsewhere = [] if at else _sections_that_take(name, tree)
+        elsewhere = [] if at else _sections_that_take(name, tree) or _sections_that_take(of_builder(name), tree)
         if elsewhere:
             hint = f"did you mean {' or '.join(elsewhere)}?"
         else:
@@ -215,8 +215,10 @@ def _check_section(
         _check_value(value, hints[field.name], here, referenced, problems)
 
 
-def _sections_that_take(name: str, tree: Mapping[str, Any]) -> list[str]:
+def _sections_that_take(name: str | None, tree: Mapping[str, Any]) -> list[str]:
     """Keys called ``name`` inside sections: those that are there, else those that a component would take."""
+    if name is None:
+        return []
     there = [dotted(at) for at, _ in walk(tree) if len(at) > 1 and at[-1] == name]
     if there:
         return there
@@ -392,8 +394,11 @@ def _check_component(
             continue
         parameter = parameter_for(signature, name)
         if parameter is None:
+            builders = of_builder(name)
             hint = (
-                key_here(name, {"dataset", "model", "optimizer", "tokenizer", str(at[0])})
+                f"it is called {dotted((*at, builders))} here"
+                if builders in settable
+                else key_here(name, {"dataset", "model", "optimizer", "tokenizer", str(at[0])})
                 or _taken_by_the_usual(name, at, kind, path)
                 or _rename(name, here, settable)
             )
@@ -600,4 +605,4 @@ def _build_nested(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return [_build_nested(each, f"{key}.{index}") for index, each in enumerate(value)]
     # A shell leaves the tilde in key=~/models/x, and in a file nobody else would see to it.
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+    return with_home(value, key) if isinstance(value, str) and value.startswith("~/") else value

@@ -17,6 +17,7 @@ from offload.config.loading import instantiate
 from offload.config.schema import resolve
 from offload.errors import UserError
 from offload.models.torchtune.datasets import packing_through
+from offload.paths import NO_HOME, with_home
 
 # Readers of `datasets` for files of one's own, and the endings that tell which is meant.
 _FORMATS = {"json": (".json", ".jsonl"), "csv": (".csv", ".tsv"), "parquet": (".parquet",), "text": (".txt",)}
@@ -37,6 +38,7 @@ def open_dataset(section: DictConfig, tokenizer: Any, key: str, rows_of: Callabl
     """
     files = data_files(section)
     _check_section(section, key, files)
+    _check_cache(section, key)
     resolve(section.get("_component_"), key=f"{key}._component_")  # imported before anything asks what it imported
     try:
         with packing_through(rows_of):
@@ -63,7 +65,7 @@ def data_files(section: DictConfig) -> list[str]:
 
 
 def _local_names(section: DictConfig) -> list[str]:
-    """Paths and patterns, as given but for ``data_dir``; without addresses."""
+    """Paths and patterns, with ``data_dir`` and the home folder; without addresses."""
     given = OmegaConf.to_container(section, resolve=True)
     assert isinstance(given, dict)
     names: Any = given.get("data_files")
@@ -71,7 +73,8 @@ def _local_names(section: DictConfig) -> list[str]:
         names = [name for each in names.values() for name in (each if isinstance(each, list) else [each])]
     names = names if isinstance(names, list) else [names]
     folder = given.get("data_dir") or ""
-    return [os.path.join(folder, name) for name in names if isinstance(name, str) and "://" not in name]
+    local = [os.path.join(folder, name) for name in names if isinstance(name, str) and "://" not in name]
+    return [os.path.expanduser(path) if path.startswith("~/") else path for path in local]
 
 
 def _no_file(path: str) -> str:
@@ -113,11 +116,21 @@ def _check_section(section: DictConfig, key: str, files: list[str]) -> None:
             raise UserError(f"{key}.source: there is no format {source!r}; {hint}")
     if source in _FORMATS:
         for path in _local_names(section):
+            with_home(path, f"{key}.data_files")
             if not glob.has_magic(path) and not os.path.isfile(path):
                 raise UserError(f"{key}.data_files: {_no_file(path)}")
     for path in files:
         if _is_blank(path):
             raise UserError(f"{key}.data_files: {path} is empty; give a file with at least one row")
+
+
+def _check_cache(section: DictConfig, key: str) -> None:
+    """UserError where ``datasets`` would keep what it reads in a folder called ``~`` in the current one."""
+    variables = ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+    cache = next(filter(None, map(os.environ.get, variables)), "~/.cache")
+    ours = str(section.get("_component_")).startswith(("torchtune.", "offload."))
+    if ours and os.path.expanduser(cache).startswith("~"):
+        raise UserError(f"{key}: {NO_HOME}: set HOME, or HF_HOME to a folder for what is read of data sets")
 
 
 def _packaged() -> set[str]:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from offload.component import nearest
 from offload.config.loading import instantiate
 from offload.errors import UserError
+from offload.paths import expanded
 
 _PROBE = "Hello"
 _USUAL_NAMES = ("tokenizer.model", "original/tokenizer.model", "vocab.json", "tokenizer.json", "merges.txt")
@@ -66,7 +67,7 @@ def _names_a_file(argument: str) -> bool:
 
 
 def _existing_file(key: str, value: Any) -> Path:
-    path = Path(str(value))
+    path = expanded(str(value), key)
     if path.is_file():
         if not os.access(path, os.R_OK):
             raise UserError(f"{key}: {path} may not be read by this user; allow it with chmod")

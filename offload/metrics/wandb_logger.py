@@ -325,10 +325,9 @@ def has_key(wandb: Any, base_url: str | None = None) -> bool:
 
 def _netrc_has_key(host: str) -> bool:
     """Whether the file in which ``wandb login`` keeps keys has one for ``host`` (with its port, if any)."""
-    home = Path.home()
-    for path in [os.environ["NETRC"]] if os.environ.get("NETRC") else [home / ".netrc", home / "_netrc"]:
+    for path in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(str(Path(path).expanduser())).authenticators(host):
+            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
                 return True
     return False
 

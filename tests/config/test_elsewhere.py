@@ -56,6 +56,22 @@ def test_adapters_are_trained_by_another_recipe(capsys: pytest.CaptureFixture[st
     assert "it is called adapter.r in the recipe lora_finetune_single_device (--config hf_lora)" in line
 
 
+@pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("model.lora_r=8", "it is called model.lora_rank here"),
+        ("model.rank=8", "it is called model.lora_rank here"),
+        ("model.lora_target_modules=[q_proj]", "it is called model.lora_attn_modules here"),
+        ("lora_r=8", "did you mean model.lora_rank?"),
+    ],
+)
+def test_torchtunes_builders_have_adapters_of_their_own(
+    word: str, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = said(["tiny_llama_lora", word], capsys)
+    assert line.endswith(f"; {way}")
+
+
 def test_what_the_usual_component_takes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["optimizer=torch.optim.SGD", "optimizer.strategy=stream", "optimizer.betas=[0.9,0.9]"]
     strategy, betas = said(["hf_offload", *GIVEN, *words], capsys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import shutil
 import sys
@@ -251,6 +252,38 @@ def test_mistakes_are_one_line(
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert status == 2 and out == "" and words in line
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("key", ["user", "system"])
+def test_a_prompt_as_an_ascii_locale_gives_it(
+    recipe: ModuleType, config: Path, workspace: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Python keeps the bytes above 127 of its command line and its standard input as surrogates there."""
+    words = (workspace.path / "base", "tokenizer.max_seq_len=null", "max_new_tokens=2")
+    said = ask(recipe, config, capfd, *words, f"prompt.{key}=naïve €")
+    assert said[0] == 0
+    as_ascii = "naïve €".encode().decode("ascii", "surrogateescape")
+    assert ask(recipe, config, capfd, *words, f"prompt.{key}={as_ascii}")[:2] == said[:2]
+    for wrong in (b"caf\xe9".decode("utf-8", "surrogateescape"), r'"\ud800"'):
+        status, out, err = ask(recipe, config, capfd, *words, f"prompt.{key}={wrong}")
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (status, out) == (2, "") and line.startswith(f"error: prompt.{key}: ") and "is not UTF-8" in line
+        assert "Traceback" not in err
+
+
+def test_questions_of_a_file_and_of_standard_input(
+    recipe: ModuleType, config: Path, workspace: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(recipe.GenerateRecipe, "_prompt", lambda self, question: asked.append(question) or [1])
+    file = tmp_path / "questions.txt"
+    file.write_bytes(b"\xef\xbb\xbfWhy?\r\n\r\nna\xc3\xafve?\r\n")
+    words = (workspace.path / "base", "tokenizer.max_seq_len=null", "max_new_tokens=1", "~prompt.user")
+    assert ask(recipe, config, capfd, *words, f"prompt.file={file}")[0] == 0
+    typed = io.TextIOWrapper(io.BytesIO("naïve?\n".encode()), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert ask(recipe, config, capfd, *words, "prompt.file=-")[0] == 0
+    assert asked == ["Why?", "naïve?", "naïve?"]
 
 
 def test_more_tokens_than_the_context_holds(recipe: ModuleType, config: Path, workspace: Any, capfd: Any) -> None:

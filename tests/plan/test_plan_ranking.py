@@ -19,6 +19,14 @@ def test_every_line_is_taken_and_fits_by_itself(rows: Any) -> None:
     assert rows and not [problem for row in rows for problem in row["problems"]]
 
 
+@pytest.mark.parametrize("kind", ["own formats", "any format"])
+def test_the_lists_fastest_is_within_a_tenth_of_the_best_of_all(rows: Any, kind: str) -> None:
+    assert {row["config"] for row in rows} == set(plan_ranking.CONFIGS)
+    behind = {(row["config"], row["machine"]): plan_ranking.short(row, kind) for row in rows}
+    assert all(share is None or share < 0.1 for share in behind.values()), behind
+    assert sum(share is not None for share in behind.values()) > len(rows) / 2
+
+
 def test_the_page_has_the_recorded_table(rows: Any) -> None:
     assert plan_ranking.BEGIN + plan_ranking.table(rows) + plan_ranking.END in plan_ranking.PLANNING.read_text(
         encoding="utf-8"

@@ -103,4 +103,6 @@ def _nearby(folder: Path) -> str:
 
 def _short(path: Path) -> str:
     """A run's folder as one would type it, with its file where that is an earlier run's."""
-    return os.path.relpath(path.parent if path.name == METRICS_FILE else path)
+    named = path.parent if path.name == METRICS_FILE else path
+    below = os.path.relpath(named)
+    return str(named) if below.startswith(os.pardir) else below

@@ -35,6 +35,9 @@ def test_runs_of_one_label_are_told_apart_by_their_folders(
     folders = [write("a", "AdamW", [2, 1]), write("b", "AdamW", [2, 1]), write("c", "packed", [2, 1])]
     monkeypatch.chdir(folders[0].parent)
     assert [run.label for run in read_runs(folders)] == ["AdamW (a)", "AdamW (b)", "packed"]
+    (folders[0] / "beside").mkdir()
+    monkeypatch.chdir(folders[0] / "beside")  # from where they are not below: as they were given
+    assert [run.label for run in read_runs(folders[:2])] == [f"AdamW ({folder})" for folder in folders[:2]]
 
 
 def test_a_run_that_logged_no_step_is_none(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _ending_at_second_signal() -> Iterator[None]:
         with reader:
             numbers = [reader.recv(1), reader.recv(1)]  # nothing, once the other end is closed
         if numbers[1]:
-            _end_children(numbers[1][0])
+            _end_children(numbers[0][0])
             os._exit(128 + numbers[1][0])
 
     threading.Thread(target=watch, name="second signal", daemon=True).start()

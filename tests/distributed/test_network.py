@@ -85,6 +85,8 @@ def test_loopback_leads_to_nobody() -> None:
     [
         ("", "10.0.0.1:29500", "timeout=900,join_timeout=900,read_timeout=900,is_host=true"),
         ("timeout=5", "10.0.0.2:29500", "timeout=5,join_timeout=5,read_timeout=5"),
+        # Where torch finds that by itself, a second launcher of this host that comes to it joins the first.
+        ("", "127.0.0.1:29500", "timeout=900,join_timeout=900,read_timeout=900"),
         ("join_timeout=7,is_host=0", "10.0.0.1", "join_timeout=7,is_host=0,timeout=900,read_timeout=900"),
     ],
 )

@@ -8,9 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -68,3 +72,74 @@ def test_nohup_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGHUP)
     with torchrun._hung_up_once(arguments):
         assert signal.getsignal(signal.SIGHUP) is before and arguments.signals_to_handle == "SIGTERM,SIGINT"
+
+
+class _Child:
+    """A process that no signal ends."""
+
+    def __init__(self, told: Queue[Any]) -> None:
+        self.told = told
+
+    def send_signal(self, number: int) -> None:
+        self.told.put(signal.Signals(number))
+
+    def kill(self) -> None:
+        self.told.put("killed")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sent"),
+    [
+        (signal.SIGINT, signal.SIGINT, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGTERM, signal.SIGINT),
+        (signal.SIGINT, signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGINT, signal.SIGINT),
+    ],
+    ids=lambda number: number.name,
+)
+def test_the_second_signal_ends_the_processes_at_once(
+    first: signal.Signals, second: signal.Signals, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one that torchrun has not passed on to them: of that they would take it for a copy, for a second."""
+    told: Queue[Any] = Queue()
+    waited: list[float] = []
+
+    def wait(children: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return [], children
+
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [_Child(told)] if recursive else [])
+    monkeypatch.setattr(psutil, "wait_procs", wait)
+    monkeypatch.setattr(os, "_exit", told.put)
+    before = {number: signal.signal(number, lambda *_: None) for number in {first, second}}
+    try:
+        with torchrun._ending_at_second_signal():
+            signal.raise_signal(first)
+            time.sleep(0.05)
+            assert told.empty(), "it is torchrun that passes the first one on"
+            signal.raise_signal(second)
+            assert [told.get(timeout=10) for _ in range(3)] == [sent, "killed", 128 + second]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert waited == [torchrun._LAST_SECONDS]
+
+
+def test_without_a_second_signal_nothing_is_left_of_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Queue[Any] = Queue()
+    monkeypatch.setattr(os, "_exit", told.put)
+    monkeypatch.setattr(torchrun, "_end_children", told.put)
+    found = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(found)
+    for signals in range(2):
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            with torchrun._ending_at_second_signal():
+                (watching,) = [thread for thread in threading.enumerate() if thread.name == "second signal"]
+                for _ in range(signals):
+                    signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        watching.join(10)
+        assert not watching.is_alive() and told.empty()
+        assert signal.set_wakeup_fd(found) == found

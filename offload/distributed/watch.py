@@ -47,6 +47,16 @@ GRACE = 10.0
 CLOSING = 45.0
 """Seconds more for one that has begun to close its logs (wandb uploads)."""
 
+LATE = 4
+"""Signs of life in a row that a process misses where it is late, not only between two of them."""
+
+SLOWEST = 30.0
+"""Seconds for which an error of an exchange waits for a word of a process that is late and works."""
+
+BUSY = 0.02
+"""Share of a CPU from which on a process works, if for nothing else than its next sign of life. On a loaded host one
+that is ready to run gets more; helper threads of one that hangs (NCCL's, a logger's) take less."""
+
 DIED, HANGS, RAISED = "died", "hangs", "raised"
 
 
@@ -79,6 +89,8 @@ class _Peer:
         pid: there.
         beat: its last sign of life; ``still``: seconds at one instruction; ``at``: which; ``waits``: in an exchange.
         heard: when that came.
+        worked: until when it took its share of a CPU, as far as that can be seen from here.
+        used: seconds of a CPU that it had taken by then.
     """
 
     host: str
@@ -86,6 +98,29 @@ class _Peer:
     process: psutil.Process | None
     heard: float
     beat: dict[str, Any]
+    worked: float = 0.0
+    used: float = 0.0
+
+    def look(self, now: float, *, is_heard: bool) -> None:
+        """See how much it works."""
+        if is_heard:
+            self.heard = now
+        if self.process is None:
+            return
+        with contextlib.suppress(psutil.Error):
+            user, system = self.process.cpu_times()[:2]
+            if is_heard or user + system - self.used >= BUSY * (now - self.worked):
+                self.worked, self.used = now, user + system
+
+    def works(self, now: float) -> bool:
+        """Whether it has been at work lately, and so is slow where no sign of life comes: its host has too much to do,
+        or it computes and lets no other thread have a turn."""
+        if self.process is None or now - self.worked > LATE * INTERVAL:
+            return False
+        try:
+            return bool(self.process.status() != psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     def is_dead(self) -> bool:
         if self.process is None:
@@ -168,13 +203,17 @@ class Watch:
     def cause(self, error: BaseException) -> Failure | None:
         """The failure of another process that an error here comes from; None where it is this one's own.
 
-        Where an exchange failed, this waits for a few seconds: who is gone is known a little later.
+        Where an exchange failed, this waits for a few seconds: who is gone is known a little later, and on a host with
+        too much to do, later yet.
         """
         is_exchange = isinstance(error, RuntimeError) and _is_in_exchange(error)
         self.is_broken()
-        until = time.monotonic() + 5 * INTERVAL
+        begun = time.monotonic()
+        until = begun + 5 * INTERVAL
         while is_exchange and self._failure is None and time.monotonic() < until:
             self._is_known.wait(INTERVAL / 4)
+            if self._is_slow():
+                until = min(begun + SLOWEST, time.monotonic() + INTERVAL)
         if self._failure is None and is_exchange:
             self._reported = self._missing()
             if self._reported is not None:
@@ -274,9 +313,9 @@ class Watch:
         if watched:
             beats = self._store.multi_get([f"beat/{rank}" for rank in watched])
             for rank, text in zip(watched, beats, strict=True):
-                beat = json.loads(text)
-                if beat != self._peers[rank].beat:
-                    self._peers[rank].beat, self._peers[rank].heard = beat, now
+                beat, peer = json.loads(text), self._peers[rank]
+                peer.look(now, is_heard=beat != peer.beat)
+                peer.beat = beat
 
     def _read(self) -> Failure | None:
         if not self._store.check(["failure"]):
@@ -305,13 +344,16 @@ class Watch:
         return None
 
     def _silent(self, now: float) -> Failure | None:
-        """Rank 0 listens to all, all to rank 0."""
+        """Rank 0 listens to all, all to rank 0. One that works and does not come to say so has as long as one that
+        stands still."""
         if self.rank == 0 and now - self._began > JOINING and len(self._peers) < self.size - 1:
             missing = next(rank for rank in range(1, self.size) if rank not in self._peers)
             return Failure(missing, "another host", 1, HANGS, f"it did not join within {JOINING / 60:.0f} minutes")
         for rank, peer in self._peers.items():
-            is_silent = (self.rank == 0 or rank == 0) and now - peer.heard > self._silence
-            if is_silent and not self._store.check([f"left/{rank}"]):
+            silence = now - peer.heard
+            is_silent = (self.rank == 0 or rank == 0) and silence > self._silence
+            is_slow = is_silent and silence <= self._stillness and peer.works(now)
+            if is_silent and not is_slow and not self._store.check([f"left/{rank}"]):
                 return self._silence_of(rank, peer, now)
         return None
 
@@ -334,13 +376,22 @@ class Watch:
             return None
         return self._blamed(beats, f"no process has moved for {self._stillness / 60:.3g} minutes")
 
+    def _late(self) -> list[tuple[int, _Peer]]:
+        """Those that this process listens to and did not hear of the last times it looked: rank 0 to all, all to it."""
+        heard = self._turn_at - LATE * INTERVAL
+        return [(rank, peer) for rank, peer in self._peers.items() if 0 in (self.rank, rank) and peer.heard < heard]
+
     def _missing(self) -> Failure | None:
-        """Who fell silent just now; rank 0 knows it of all, all of rank 0."""
-        now = time.monotonic()
-        for rank, peer in self._peers.items():
-            if (self.rank == 0 or rank == 0) and now - peer.heard > 4 * INTERVAL:
+        """Who fell silent just now, and is not only slow."""
+        now = self._turn_at
+        for rank, peer in self._late():
+            if not peer.works(now):
                 return self._silence_of(rank, peer, now)
         return None
+
+    def _is_slow(self) -> bool:
+        """Whether one is late that works."""
+        return any(peer.works(self._turn_at) for _, peer in self._late())
 
     def _blamed(self, beats: dict[int, dict[str, Any]], reason: str) -> Failure:
         """The first of those that are not in an exchange themselves."""

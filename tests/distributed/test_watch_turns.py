@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -178,6 +181,89 @@ def test_who_fell_silent_just_now(rank: int, silent: int | None, named: int | No
     others = {other: now - (60 if other == silent else 0) for other in range(3) if other != rank}
     found = watch_of(rank, heard=others)._missing()
     assert (found and found.rank) == named
+
+
+@contextmanager
+def process_of_this_host(code: str, is_stopped: bool) -> Iterator[_Peer]:
+    """A peer that gives no sign of life, once it is at work."""
+    command = [sys.executable, "-c", f"print(flush=True)\n{code}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        known = psutil.Process(process.pid)
+        try:
+            if is_stopped:
+                process.send_signal(signal.SIGSTOP)
+                while known.status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.01)
+            yield _Peer("here", process.pid, known, 0.0, {"still": 0.0})
+        finally:
+            process.kill()
+
+
+WORKS, SLEEPS = "while True: pass", "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_stopped", "is_slow"), [(WORKS, False, True), (SLEEPS, False, False), (WORKS, True, False)]
+)
+def test_a_slow_process_is_not_taken_to_hang(code: str, is_stopped: bool, is_slow: bool) -> None:
+    """It has not come to give a sign of life on a host with too much to do, but gets its turns there."""
+    one = watch_of(0, 2)
+    beat = json.dumps({"still": 0.0, "at": "", "waits": False})
+    one._store.set("beat/1", beat)
+    with process_of_this_host(code, is_stopped) as peer:
+        assert peer.process is not None
+        peer.beat = json.loads(beat)
+        one._peers[1] = peer
+        began = time.monotonic()
+        one._turn_at = began + SILENCE + 1
+        one._find_peers(began)
+        while is_slow and peer.process.cpu_times().user < 0.5:
+            time.sleep(0.05)
+        peer.heard, peer.worked = began, one._turn_at - (1 if is_stopped else 10)
+        one._find_peers(one._turn_at)
+        missing, silent = one._missing(), one._silent(one._turn_at)
+        assert (missing is None) is (silent is None) is is_slow
+        assert one._is_slow() is is_slow
+        # One that works and never says so is in an endless loop.
+        one._stillness = SILENCE
+        found = one._silent(one._turn_at)
+        assert found is not None and (found.rank, found.kind) == (1, HANGS)
+
+
+def test_a_little_work_beside_the_main_thread_s_does_not_count() -> None:
+    class Process:
+        used = 0.0
+
+        def cpu_times(self) -> Any:
+            return self.used, 0.0
+
+        def status(self) -> str:
+            return psutil.STATUS_SLEEPING
+
+    one, process = watch_of(0, 2), Process()
+    beat = {"still": 0.0, "at": "", "waits": False}
+    one._store.set("beat/1", json.dumps(beat))
+    peer = one._peers[1] = _Peer("here", 7, cast("psutil.Process", process), 0.0, {})
+    one._find_peers(0.0)
+    for share, works in ((0.005, False), (0.05, True), (0.005, False)):
+        for second in range(20):
+            process.used += share
+            one._find_peers(float(second))
+            assert peer.heard == 0.0
+        assert peer.works(19.0) is works
+        peer.worked = 0.0
+
+
+def test_what_this_process_has_not_looked_at_is_nobodys_silence() -> None:
+    """Its own thread had no turn for a while, and nobody's sign of life was read."""
+    now = time.monotonic()
+    one = watch_of(0, heard={1: now - 60, 2: now - 60})
+    one._turn_at = now - 59
+    assert one._missing() is None
+    one._turn_at = now
+    assert one._missing() is not None
 
 
 @pytest.mark.parametrize(

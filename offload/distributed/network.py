@@ -1,16 +1,20 @@
-"""By which of a host's network interfaces its processes reach those of other hosts."""
+"""By which of a host's network interfaces its processes reach those of other hosts, and how fast these are."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Where gloo is told; by itself it takes the address that the host's own name leads to."""
+
+INFINIBAND = Path("/sys/class/infiniband")
+"""InfiniBand's and RoCE's adapters, all of which NCCL uses where there are any."""
 
 
 def choose(store: Any) -> None:
@@ -61,3 +65,22 @@ def interface_of(address: str) -> str | None:
         return None
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(each.address == address for each in addresses)), None)
+
+
+def speed() -> float | None:
+    """Bytes per second each way of the adapters between this host and the others, as the system tells it: of those that
+    NCCL uses, or of the interface that leads to the others; None where it does not, as a virtual machine's."""
+    gbits = sum(map(_port_gbits, INFINIBAND.glob("*/ports/*")))
+    if not gbits:
+        names = os.environ.get(VARIABLE) or interface_of(address_towards(os.environ.get("MASTER_ADDR", ""))) or ""
+        found = psutil.net_if_stats()
+        gbits = sum(found[name].speed / 1e3 for name in names.split(",") if name in found)
+    return gbits * 1e9 / 8 or None
+
+
+def _port_gbits(port: Path) -> float:
+    try:
+        is_active = "ACTIVE" in (port / "state").read_text()  # 4: ACTIVE
+        return float((port / "rate").read_text().split()[0]) if is_active else 0.0  # 400 Gb/sec (4X NDR)
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -207,8 +207,6 @@ class Advisor:
 
         @functools.cache
         def predicted(changes: tuple[str, ...]) -> Prediction | None:
-            if self._world.local_size < self._world.size:
-                return None  # nothing here tells how fast the network is
             try:
                 changed = self._settings(changes)
                 room = Room() if device.type == "cpu" else Room(total_memory(device))
@@ -217,7 +215,14 @@ class Advisor:
                     found = predictor.predict_here(changed, plan, device, dtype, room)
                 else:
                     found = predictor.predict_ranks_here(
-                        changed, plan, device, self._sharding(changed), dtype, room, processes=self._world.size
+                        changed,
+                        plan,
+                        device,
+                        self._sharding(changed),
+                        dtype,
+                        room,
+                        processes=self._world.size,
+                        hosts=self._world.size // self._world.local_size,
                     )
             except Exception:  # the memory that is short, or a part that cannot be traced
                 return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.device import total_memory
+from offload.distributed import network
 from offload.distributed.world import World
 from offload.plan.budget import CONTEXT, HOST, LOCKED, Sharding
 from offload.plan.prediction import COMPUTE
@@ -33,6 +34,7 @@ class Expected:
         tokens_per_second: None where nothing is known of this machine's rates.
         exposed_seconds: of a step, in which forward and backward wait for the optimizer; likewise.
         bottleneck: what bounds a step, of :mod:`offload.plan.prediction`; likewise.
+        note: what the speed rests on between hosts, or why it is not predicted.
     """
 
     device_gib: float | None
@@ -40,6 +42,7 @@ class Expected:
     tokens_per_second: float | None = None
     exposed_seconds: float | None = None
     bottleneck: str | None = None
+    note: str = ""
 
     def values(self) -> dict[str, float]:
         """For the summary of the metrics."""
@@ -65,6 +68,8 @@ class Expected:
         parts.append(_beside(self.host_gib, measured.get("host_rss_peak_gib"), "GiB of the host"))
         if self.tokens_per_second is not None:
             parts.append(_beside(self.tokens_per_second, measured.get("tokens_per_second"), "tok/s"))
+        if self.note:
+            parts.append(self.note)
         lines = [("predicted", "; ".join(parts))]
         if self.exposed_seconds is not None:
             why = "nothing: the optimizer is hidden"
@@ -105,20 +110,27 @@ def expect(
     plan = planner.plan(settings, device, dtype, sharding=sharding)
     room = NOTHING_KNOWN if device.type == "cpu" else Room(total_memory(device), None)
     as_it_was = dataclasses.replace(plan, length=max(1, min(plan.length, round(tokens_per_sequence))))
-    here = None
+    hosts = world.size // world.local_size
     if world.size == 1:
         here = Predictor(planner).predict_here(settings, as_it_was, device, dtype, room)
-    elif world.size == world.local_size:
+    else:
         here = Predictor(planner).predict_ranks_here(
-            settings, as_it_was, device, sharding, dtype, room, processes=world.size
+            settings, as_it_was, device, sharding, dtype, room, processes=world.size, hosts=hosts
         )
     budget = (plan if here is None else placed(plan, here[0], settings.optimizer, dtype.itemsize)).budget
     device_gib = None if device.type == "cpu" else (budget.device - CONTEXT) / GIB
     host_gib = budget.of(LOCKED, HOST) / GIB
+    note = "" if hosts == 1 or device.type == "cpu" else _between(network.speed())
     if here is None:
-        return Expected(device_gib, host_gib)
+        return Expected(device_gib, host_gib, note=note)
     found, _ = here
-    return Expected(device_gib, host_gib, found.tokens_per_second, found.exposed_seconds, found.bottleneck)
+    return Expected(device_gib, host_gib, found.tokens_per_second, found.exposed_seconds, found.bottleneck, note)
+
+
+def _between(speed: float | None) -> str:
+    if speed is None:
+        return "no speed, since nothing here tells that of the network between the hosts"
+    return f"with {speed * 8 / 1e9:.4g} Gbit/s between the hosts"
 
 
 def _beside(predicted: float, measured: float | None, unit: str) -> str:

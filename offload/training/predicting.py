@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.component import resolve
+from offload.distributed import network
 from offload.metrics.this_machine import costs_here, machine_here
 from offload.optimizer import OffloadOptimizer
 from offload.peers import TorchAOCPUOffloadOptimizer
@@ -103,13 +105,15 @@ class Predictor:
         room: Room = NOTHING_KNOWN,
         *,
         processes: int,
+        hosts: int = 1,
     ) -> tuple[Prediction, str] | None:
-        """The steady state of several processes on this machine, and what that rests on, in words; None where it is not
-        known. Arguments as of :meth:`predict_ranks`."""
-        here = machine_here(device, fp32=dtype == torch.float32, cards=processes)
-        if here is None:
+        """The steady state of several processes on this machine, or on several like it, and what that rests on, in
+        words; None where it is not known. Arguments as of :meth:`predict_ranks`."""
+        here = machine_here(device, fp32=dtype == torch.float32, cards=processes // hosts)
+        between = network.speed() if hosts > 1 else math.inf
+        if here is None or between is None:
             return None
-        system = system_of(here[0], card_named(here[0].name))
+        system = system_of(here[0], card_named(here[0].name), hosts=hosts, network=between)
         return self.predict_ranks(settings, plan, system, sharding, dtype, room, processes=processes), here[1]
 
     def predict_on_cpu(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -94,3 +95,30 @@ def test_how_long_hosts_wait_and_which_one_they_meet_at(given: str, endpoint: st
     arguments = SimpleNamespace(rdzv_conf=given, rdzv_backend="c10d", rdzv_endpoint=endpoint)
     assert torchrun._meeting(arguments) == expected
     assert torchrun._meeting(SimpleNamespace(rdzv_conf=given, rdzv_backend="static")).startswith(given or "timeout=900")
+
+
+Stats = namedtuple("Stats", "speed")
+
+
+@pytest.mark.parametrize(("variable", "gbits"), [(None, 25), ("eth1", 10), ("eth0,eth1", 35), ("veth0", None)])
+def test_the_speed_of_the_interface_that_leads_to_the_others(
+    variable: str | None, gbits: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path)
+    stats = {"lo": Stats(0), "eth0": Stats(25_000), "eth1": Stats(10_000), "veth0": Stats(0)}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    if variable is not None:
+        monkeypatch.setenv(network.VARIABLE, variable)
+    assert network.speed() == (None if gbits is None else gbits * 1e9 / 8)
+
+
+def test_the_speed_of_all_active_infiniband_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path)
+    ports = {"mlx5_0": ("4: ACTIVE", "400 Gb/sec (4X NDR)"), "mlx5_1": ("4: ACTIVE", "200 Gb/sec (4X HDR)"),
+             "mlx5_2": ("1: DOWN", "10 Gb/sec (4X SDR)"), "mlx5_3": ("4: ACTIVE", "")}  # fmt: skip
+    for name, (state, rate) in ports.items():
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
+    assert network.speed() == 600e9 / 8

@@ -104,6 +104,8 @@ def test_several_that_a_run_refuses_together_are_not_advised(told: Any, monkeypa
 def test_time_is_that_of_as_many_tokens(
     after: float | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hosts = []
+
     class Known:
         def __init__(self, planner: Any) -> None:
             pass
@@ -112,15 +114,18 @@ def test_time_is_that_of_as_many_tokens(
             speed = after if settings.changes else 100.0
             return None if speed is None else (SimpleNamespace(tokens_per_second=speed, step_seconds=2.0), "measured")
 
-        predict_ranks_here = predict_here
+        def predict_ranks_here(self, settings: Any, *_: Any, **kwargs: Any) -> Any:
+            hosts.append(kwargs["hosts"])
+            return self.predict_here(settings)
 
     monkeypatch.setattr(advice, "Predictor", Known)
     monkeypatch.setattr(Advisor, "_sharding", lambda self, changed: None)
-    for world, is_told in ((ALONE, True), (World(0, 2, 0, 2), True), (World(0, 4, 0, 2), False)):
+    for world in (ALONE, World(0, 2, 0, 2), World(0, 4, 0, 2)):
         advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes), world=world)  # type: ignore[arg-type, return-value]
         advisor._planner = SimpleNamespace()  # type: ignore[assignment]
         time = advisor._times(CPU, lambda changes: SimpleNamespace())  # type: ignore[arg-type, return-value]
-        assert time(("a=1",)) == (expected if is_told else None), "nothing tells how fast a network is"
+        assert time(("a=1",)) == expected
+    assert list(dict.fromkeys(hosts)) == [1, 2]
 
 
 def test_the_room_of_a_run_on_the_cpu_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

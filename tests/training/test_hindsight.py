@@ -10,6 +10,7 @@ import torch
 
 from offload.cli import registry
 from offload.cli.validate import recipe_class
+from offload.distributed import network
 from offload.distributed.world import World
 from offload.plan.budget import Sharding
 from offload.plan.prediction import COMPUTE, UP
@@ -46,7 +47,7 @@ def test_what_is_not_known_is_left_out() -> None:
     assert hidden.lines(MEASURED)[1][1].startswith("nothing: the optimizer is hidden (predicted)")
 
 
-def test_several_processes_of_a_host_are_compared_with_the_speed_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_compared_with_the_speed_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.tiny import register_resolvers
 
     register_resolvers()
@@ -56,6 +57,8 @@ def test_several_processes_of_a_host_are_compared_with_the_speed_of_all(monkeypa
     machine = replace(MACHINES["rtx4090"], launch=0.0)
     monkeypatch.setattr(predicting, "machine_here", lambda device, fp32, cards=1: (machine, "told by a test"))
     monkeypatch.setattr(hindsight, "total_memory", lambda device: 24 * 2**30)
+    told: list[float | None] = [None]
+    monkeypatch.setattr(network, "speed", lambda: told[0])
 
     def of(world: World) -> Expected:
         common: Any = {"adapts": False, "memory_before": 0, "tokens_per_sequence": 100.0}
@@ -64,4 +67,19 @@ def test_several_processes_of_a_host_are_compared_with_the_speed_of_all(monkeypa
 
     speeds = [of(World(0, size, 0, size)).tokens_per_second for size in (1, 2)]
     assert speeds[0] is not None and speeds[1] is not None and 0 < speeds[1] < 2 * speeds[0]
-    assert of(World(0, 4, 0, 2)).tokens_per_second is None, "the network between hosts is not known"
+
+    two_hosts = World(0, 4, 0, 2)
+    assert of(two_hosts).tokens_per_second is None
+    assert (
+        of(two_hosts)
+        .lines(MEASURED)[0][1]
+        .endswith("; no speed, since nothing here tells that of the network between the hosts")
+    )
+    found = []
+    for gbits in (1, 100):
+        told[0] = gbits * 1e9 / 8
+        found.append(of(two_hosts))
+        assert found[-1].lines(MEASURED)[0][1].endswith(f"); with {gbits} Gbit/s between the hosts")
+    slow, fast = (each.tokens_per_second for each in found)
+    assert slow is not None and fast is not None and 0 < 2 * slow < fast
+    assert found[1].host_gib == of(two_hosts).host_gib

@@ -28,8 +28,10 @@ def start() -> Iterator[Start]:
     def run(code: str) -> subprocess.Popen[str]:
         head = "import os, signal, sys, threading, time\nfrom offload.training.interrupt import Interrupt\n"
         head += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
+        # Python 3.12 and later warn of a fork beside threads, of which Interrupt has one, where __main__ itself forks.
+        threads = "ignore:This process (pid=:DeprecationWarning"
         child = subprocess.Popen(
-            [sys.executable, "-c", head + textwrap.dedent(code)],
+            [sys.executable, "-W", threads, "-c", head + textwrap.dedent(code)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

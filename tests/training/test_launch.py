@@ -98,7 +98,9 @@ def test_a_python_without_docstrings_runs_recipes() -> None:
         str(ROOT / "configs/tiny_llama_generate.yaml"),
         "seed=-1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"})
+    # Packages may lie in a folder of their own, as on a GPU machine without a network.
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": paths, "PATH": "/usr/bin"})
     assert (done.returncode, done.stderr) == (2, "error: seed: expected at least 0, got -1\n")
 
 

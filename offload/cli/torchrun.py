@@ -65,8 +65,6 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
 
     arguments.module, arguments.training_script = True, "offload.cli.worker"
     arguments.training_script_args = [str(recipe.path), "--config", str(config), *rest]
-    if arguments.shutdown_timeout is None:
-        arguments.shutdown_timeout = PATIENCE
     # torchrun takes over also what `nohup` or a script told this process to ignore.
     arguments.signals_to_handle = ",".join(
         name
@@ -88,6 +86,7 @@ def launch(options: Sequence[str], recipe: registry.RecipeRef, config: Path, res
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_at_second_signal())
         stack.enter_context(_hung_up_once(arguments))
+        stack.enter_context(_patiently(arguments))
         scratch = None
         if arguments.log_dir is None:  # where processes leave word of their errors; torchrun would leave it behind
             scratch = arguments.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchelastic_"))
@@ -194,6 +193,28 @@ def _hung_up_once(arguments: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@contextlib.contextmanager
+def _patiently(arguments: Any) -> Iterator[None]:
+    """Inside, processes that torchrun passed a signal on to have the user's ``--shutdown-timeout`` or :data:`PATIENCE`
+    to end; that of PyTorch 2.11, which has no such option, would kill them after 30 seconds."""
+    from unittest import mock
+
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    if hasattr(arguments, "shutdown_timeout"):
+        if arguments.shutdown_timeout is None:
+            arguments.shutdown_timeout = PATIENCE
+        yield
+        return
+    close = PContext.close
+
+    def end(processes: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(processes, death_sig, timeout if death_sig is None else PATIENCE)
+
+    with mock.patch.object(PContext, "close", end):
+        yield
 
 
 @contextlib.contextmanager

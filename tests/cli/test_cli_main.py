@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,9 +148,42 @@ def test_a_recipe_file_with_torchrun_options_goes_to_torchrun(shipped, launched,
     files = [str(Path(name).absolute()) for name in ("sub/mine.py", "mine.yaml")]
     assert options.module and options.training_script_args == [files[0], "--config", files[1], "a=2"]
     assert (options.nproc_per_node, options.max_restarts) == ("2", 1)
-    assert options.shutdown_timeout >= 3600, "processes that save get the time for it"
     assert signal.set_wakeup_fd(-1) == -1, "nobody listens for signals afterwards"
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.mark.parametrize("has_option", [True, False], ids=["its option", "no option"])
+def test_processes_that_save_get_the_time_for_it(shipped, monkeypatch, has_option):
+    """torchrun closes them with the signal that it got; without one, the others of a process that failed."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    from offload.cli import torchrun as ours
+
+    parse, before, seconds = ours._parse, PContext.close, []
+    if has_option and not hasattr(parse([]), "shutdown_timeout"):
+        pytest.skip("this torchrun has no option for it")
+
+    def parsed(options):
+        arguments = parse(options)
+        if not has_option:
+            vars(arguments).pop("shutdown_timeout", None)
+        return arguments
+
+    def torchruns(options):
+        processes = SimpleNamespace(_tail_logs=[], filtered_stdout=None, filtered_stderr=None)
+        processes._close = lambda death_sig, timeout: seconds.append(timeout)
+        given = [torchrun.config_from_args(options)[0].shutdown_timeout] if has_option else []
+        PContext.close(processes, signal.SIGTERM, *given)
+        PContext.close(processes)
+
+    monkeypatch.setattr(ours, "_parse", parsed)
+    monkeypatch.setattr(torchrun, "run", torchruns)
+    Path("mine.py").touch()
+    Path("mine.yaml").write_text("a: 1\n")
+    assert run("--nproc_per_node", "2", "./mine.py", "--config", "mine.yaml") == 0
+    assert seconds[0] >= 3600 and seconds[1:] == [30]
+    assert PContext.close is before
 
 
 def test_a_mistake_is_told_before_any_process_starts(launched, capsys, tmp_path):

@@ -86,7 +86,7 @@ class Environment:
 
     def add_this_interpreters_packages(self) -> None:
         """The real torchtune and torch: folders named in a .pth file, whose own .pth files do not run."""
-        folders = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+        folders = [entry for entry in sys.path if any(Path(entry).glob("*.dist-info"))]
         (self.packages / "zz_dependencies.pth").write_text("".join(f"{folder}\n" for folder in folders))
 
     def script(self, text: str, name: str = "tune") -> Path:

@@ -164,7 +164,9 @@ def _measure(device: Any, lock_gib: int) -> dict[str, Any]:
 
     from offload.plan import rates
 
+    had = [rates.cores_had()]
     found: dict[str, Any] = {**rates.host_memory_rates(), "cpu_adamw": rates.cpu_adamw_rates()}
+    had.append(rates.cores_had())
     name = str(device)
     found["matmul"] = rates.matmul_rate(name, 4096 if device.type != "cpu" else 1024)
     if device.type != "cpu":
@@ -177,7 +179,7 @@ def _measure(device: Any, lock_gib: int) -> dict[str, Any]:
             name: dataclasses.asdict(training_costs(dtype))
             for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         }
-    return found
+    return {**found, "cores_had": min(*had, rates.cores_had())}
 
 
 def _keep(device: Any, nvidia: list[dict[str, str]], rates: dict[str, Any]) -> str | None:
@@ -218,6 +220,8 @@ _RATES = {
 
 
 def _text(report: dict[str, Any], found: list[str]) -> str:
+    from offload.plan.profile import busy
+
     lines: list[tuple[str, str]] = []
     for section in ("software", "device", "memory", "disk", "wandb"):
         lines.append((section, ""))
@@ -240,6 +244,8 @@ def _text(report: dict[str, Any], found: list[str]) -> str:
             seconds = locking["seconds_per_gib"]
             text = f"{locking['locked_gib']:g} GiB" + (f", {seconds:.2f} s each" if seconds else "")
             lines.append(("  page-locked", text))
+        if note := busy(rates):
+            lines.append(("  machine", f"was busy: {note}"))
         if report["kept in"]:
             lines.append(("  kept in", report["kept in"]))
     width = max(len(name) for name, _ in lines)

@@ -11,7 +11,7 @@ import torch
 from offload.metrics.environment import environment
 from offload.placing import Speeds
 from offload.plan.machines import card_named, machine_of_card, machine_of_rates
-from offload.plan.profile import Profile, read_profile
+from offload.plan.profile import Profile, origin, read_profile
 from offload.plan.workload import Machine
 
 SMI = {
@@ -62,9 +62,7 @@ def machine_here(device: torch.device, *, fp32: bool = False, cards: int = 1) ->
     name = torch.get_device_module(device).get_device_name(device)
     card, profile = card_named(name), profile_here(device)
     if profile is not None and not fp32:
-        return machine_of_rates(
-            name, profile.rates, card
-        ), f"on rates that `tune doctor` measured on {profile.date[:10]}"
+        return machine_of_rates(name, profile.rates, card), f"on rates that {origin(profile)}"
     if card is None:
         return None
     machine = machine_of_card(card, fp32=fp32, cards=cards)
@@ -84,7 +82,7 @@ def speeds_here(device: torch.device, kind: str) -> tuple[Speeds, str] | None:
         return None
     machine = machine_of_rates("", profile.rates, None)
     speeds = Speeds(machine.up, machine.down, float(profile.rates["cpu_adamw"][kind]), machine.shared)
-    return speeds, f"`tune doctor` measured on {profile.date[:10]}"
+    return speeds, origin(profile)
 
 
 def pageable_share(device: torch.device) -> float:
@@ -101,4 +99,4 @@ def costs_here() -> tuple[Mapping[str, Any], str] | None:
     profile = profile_here(torch.device("cpu"))
     if profile is None or "training" not in profile.rates:
         return None
-    return profile.rates, f"on rates that `tune doctor` measured on {profile.date[:10]}"
+    return profile.rates, f"on rates that {origin(profile)}"

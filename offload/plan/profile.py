@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,25 @@ from typing import Any
 from offload.durable import sync
 
 FORMAT = 1
+
+
+AT_REST = 0.9
+"""Of its cores, what a process gets at least where nothing else works."""
+
+
+def busy(rates: Mapping[str, Any]) -> str:
+    """What stood in the way of measuring, and the way out; empty where nothing did, or it is not known.
+
+    Args:
+        rates: of a profile.
+    """
+    had = rates.get("cores_had", 1.0)
+    if had >= AT_REST:
+        return ""
+    return (
+        f"other programs, or a limit, had {1 - had:.0%} of the cores then: predicted steps are too long; measure again "
+        "at rest with `tune doctor`"
+    )
 
 
 def _now() -> str:
@@ -31,9 +51,13 @@ class Profile:
 
     machine: dict[str, Any]
     rates: dict[str, Any]
-    date: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    )
+    date: str = field(default_factory=_now)
+
+
+def origin(profile: Profile) -> str:
+    """What measured a profile, when, and whether to measure again, in words."""
+    note = busy(profile.rates)
+    return f"`tune doctor` measured on {profile.date[:10]}" + (f" ({note})" if note else "")
 
 
 def profile_path() -> Path:

@@ -6,7 +6,9 @@ parameters) per second.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import hashlib
 import itertools
 import statistics
 import time
@@ -132,6 +134,31 @@ def cpu_adamw_rates(elements: int = 2**26) -> dict[str, float]:
         optimizer = AdamW(weights, state_dtype=state, master=master)
         rates[f"packed {state} {master}"] = total / step_seconds(optimizer, "cpu")
     return rates
+
+
+HASHED = 8 << 20
+"""Bytes, which take some milliseconds without Python's lock."""
+
+
+def cores_had(seconds: float = 0.2) -> float:
+    """Of the cores that torch's threads would use, the share that this process gets: less than all where other programs
+    work, or a limit holds it back.
+
+    Args:
+        seconds: for which it keeps them busy.
+    """
+    data = bytes(HASHED)
+
+    def keep_busy(_: int) -> tuple[float, float]:
+        begin, worked = time.perf_counter(), time.thread_time()
+        while (passed := time.perf_counter() - begin) < seconds:
+            hashlib.blake2b(data)
+        return time.thread_time() - worked, passed
+
+    count = torch.get_num_threads()
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        worked, passed = map(sum, zip(*threads.map(keep_busy, range(count)), strict=True))
+    return min(1.0, worked / passed)
 
 
 def step_seconds(optimizer: torch.optim.Optimizer, device: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from offload.cli import doctor, installation
 from offload.cli.main import main
 from offload.metrics import this_machine
-from offload.plan.profile import profile_path, read_profile
+from offload.plan import rates
+from offload.plan.profile import Profile, profile_path, read_profile
 
 RATES = {"host_copy": 40e9, "cpu_adamw": {"torch fused": 1e9}, "matmul": 2e11}
+MEASURE = doctor._measure
 CARD = dict(zip(this_machine.SMI, ("RTX 4090", "580.1", "4", "4", "16", "16", "450.00"), strict=True))
 
 
@@ -47,6 +50,42 @@ def test_costs_of_training_that_were_not_told_apart_are_left_out(monkeypatch, ca
     out = capsys.readouterr().out
     told = [line.partition("CPU, ")[2].split(maxsplit=1) for line in out.splitlines() if "training on the CPU" in line]
     assert told == [["fp32", "products 50 GFLOPS"], ["bf16", "products 50 GFLOPS, others 2.0 GB/s"]]
+
+
+@pytest.mark.parametrize(("had", "share"), [(0.55, "45%"), (0.89, "11%"), (0.9, None), (1.0, None), (None, None)])
+def test_what_a_busy_machine_measured_is_to_be_measured_again(
+    had: float | None, share: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so itself, and so does what predicts from it, a profile of before excepted."""
+    measured = {**RATES, "training": {}} | ({} if had is None else {"cores_had": had})
+    monkeypatch.setattr(doctor, "_measure", lambda device, lock_gib: measured)
+    main(["doctor", "--device", "cpu"])
+    told = [line for line in capsys.readouterr().out.splitlines() if "was busy" in line]
+    costs = this_machine.costs_here()
+    assert costs is not None
+    if share is None:
+        assert not told and costs[1].endswith("measured on " + profile_of_cpu().date[:10])
+        return
+    note = f"other programs, or a limit, had {share} of the cores then: predicted steps are too long; measure again"
+    assert len(told) == 1 and note in told[0] and note in costs[1]
+
+
+def profile_of_cpu() -> Profile:
+    profile = this_machine.profile_here(torch.device("cpu"))
+    assert profile is not None
+    return profile
+
+
+def test_the_worst_share_of_the_cores_while_measuring_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter((1.0, 0.4, 0.8))
+    nothing = dataclasses.make_dataclass("Nothing", [])()
+    monkeypatch.setattr(rates, "cores_had", lambda: next(found))
+    for name in ("host_memory_rates", "cpu_adamw_rates"):
+        monkeypatch.setattr(rates, name, dict)
+    monkeypatch.setattr(rates, "matmul_rate", lambda device, size: 1e11)
+    monkeypatch.setattr("offload.plan.calibration.training_costs", lambda dtype: nothing)
+    assert MEASURE(torch.device("cpu"), 1)["cores_had"] == 0.4
+    assert next(found, None) is None
 
 
 def test_json_has_the_same_and_quick_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:

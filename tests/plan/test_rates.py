@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,3 +127,20 @@ def test_a_gib_is_locked_in_the_seconds_of_those_that_were(most: int, monkeypatc
     count = min(most, 3)
     assert made == [rates.GIB] * count
     assert found == {"locked_gib": count, "seconds_per_gib": 6.0 / count, "refused": "no more" if most > 3 else None}
+
+
+@pytest.mark.parametrize(("rate", "share"), [(0.5, 0.5), (2.0, 1.0)])
+def test_the_share_of_the_cores_is_time_worked_of_time_passed(
+    rate: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=lambda: rate * time.perf_counter())
+    monkeypatch.setattr(rates, "time", clock)
+    assert rates.cores_had(0.02) == pytest.approx(share, rel=0.1)
+
+
+def test_the_share_of_the_cores_is_measured_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+    monkeypatch.setattr(rates.torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(rates.hashlib, "blake2b", lambda data: (threads.add(threading.get_ident()), time.sleep(0.01)))
+    assert rates.cores_had(0.05) < 0.5, "nothing works"
+    assert len(threads) == 3

@@ -132,7 +132,8 @@ def system_of(machine: Machine, card: Card | None, *, hosts: int = 1, network: f
     link = None if card is None else NVLINKS.get(kind_of(card))
     between = NETWORK * network if hosts > 1 else math.inf
     if link is None:
-        return System(machine.name, machine, THROUGH_HOST * machine.up, True, hosts, between)
+        copied = min(machine.up, machine.down)  # what a card is sent, it sends on
+        return System(machine.name, machine, THROUGH_HOST * copied, True, hosts, between)
     return System(machine.name, machine, NVLINK * link, False, hosts, between)
 
 

@@ -429,6 +429,7 @@ def replay_torchao(
         def step() -> None:
             def update() -> None:
                 # On a thread of its own, because the simulator charges host work to started threads.
+                uploads: list[Event] = []
                 for param, event in arrived.items():
                     event.synchronize()
                     del held[param]
@@ -438,10 +439,7 @@ def replay_torchao(
                     uploads.append(simulator.copy(param.detach(), hosts[param].detach(), "up", (), f"{name}: weight"))
                 uploads[-1].synchronize()
 
-            uploads: list[Event] = []
             simulator.start(update, "torchao").join()
-            simulator.wait(uploads[-1])
-            arrived.clear()
 
         return _Training(step)
 

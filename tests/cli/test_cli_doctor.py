@@ -12,6 +12,7 @@ import torch
 
 from offload.cli import doctor, installation
 from offload.cli.main import main
+from offload.host_memory import HostMemory
 from offload.metrics import this_machine
 from offload.plan import rates
 from offload.plan.profile import Profile, profile_path, read_profile
@@ -94,6 +95,17 @@ def test_json_has_the_same_and_quick_measures_nothing(capsys: pytest.CaptureFixt
     assert set(report) == {"software", "device", "memory", "disk", "wandb", "problems"}
     assert report["memory"]["total_gib"] >= report["memory"]["usable_gib"] > 0
     assert not profile_path().exists()
+
+
+@pytest.mark.parametrize(("limit", "told"), [(None, None), (64, None), (65, None), (16, 16.0)])
+def test_a_limit_that_is_none_is_not_told(limit: int | None, told: float | None, monkeypatch) -> None:
+    """A control group may have as much as the machine, or more."""
+    limited = None if limit is None else limit * doctor.GIB
+    memory = HostMemory(64 * doctor.GIB, 60 * doctor.GIB, limited, 2 * doctor.GIB, doctor.GIB // 16, False)
+    monkeypatch.setattr("offload.host_memory.host_memory", lambda: memory)
+    section = doctor._memory()
+    assert section.get("limit_of_control_group_gib") == told and section["ulimit_locked_gib"] == 0.0625
+    assert section["total_gib"] == 64.0 and section["usable_gib"] == (14.0 if told else 60.0)
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from offload.config.loading import load_and_check
 from offload.errors import UserError
 from offload.models.protocol import AdaptedLM
 from offload.plan.budget import DEVICE, DISK, HOST, LOCKED, Budget, Item, Sharding, locked_bytes
-from offload.plan.cards import CARDS, find_card
+from offload.plan.cards import CARDS, SHARE, find_card
 from offload.tiny import register_resolvers
 from offload.training.budgeting import Plan, Planner
 
@@ -214,6 +215,16 @@ def test_cards_that_are_not_known_or_come_in_two_sizes() -> None:
         find_card("A100")
     with pytest.raises(UserError, match="--vram 16GiB"):
         find_card("")
+
+
+def test_what_is_assumed_of_a_card_is_not_above_what_such_cards_were_seen_to_report() -> None:
+    """Memory without error correction, which takes more."""
+    seen = [card for card in CARDS if card.reported and card.name.startswith("RTX") and "Ada" not in card.name]
+    assert len(seen) >= 6
+    for card in seen:
+        assumed = dataclasses.replace(card, reported=None).memory / GIB
+        assert card.reported - 0.7 < assumed < card.reported + 0.02, card.name
+    assert find_card("RTX 3090").memory == int(24 * SHARE * GIB) and find_card("RTX 4090").memory == int(23.64 * GIB)
 
 
 def test_each_card_has_its_memory_and_a_source() -> None:

@@ -207,6 +207,55 @@ def test_a_replica_in_each_host_sends_gradients_alone_and_their_rings_share_the_
     assert between_hosts(2, GB, kept) == pytest.approx(across)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "replicas", "gathered_across", "rings"),
+    [(4, 4, 2, True, 2), (2, 2, 4, False, 2), (1, 2, 4, False, 0)],
+    ids=["two cards a host, a model in two hosts", "two models of two cards a host", "one host"],
+)
+def test_as_many_rings_of_replicas_leave_a_host_as_it_has_parts(
+    hosts: int, ranks: int, replicas: int, gathered_across: bool, rings: int
+) -> None:
+    whole = LAYERS * ELEMENTS * (ranks - 1) / ranks * (2 * 2 + 4)
+    part = LAYERS * ELEMENTS * 4 / ranks * 2 * (replicas - 1) / replicas
+    seconds = (whole / GB if gathered_across else 0.0) + (part * rings / GB if rings else 0.0)
+    exchange = dataclasses.replace(EXCHANGE, ranks=ranks, replicas=replicas)
+    assert between_hosts(hosts, GB, exchange) == pytest.approx(seconds, abs=1e-6)
+
+
+UNEVEN = Machine("", FAST, up=4 * GB, down=2 * GB, device=FAST, host=8 * GB)
+PART = LAYERS * ELEMENTS / 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "up", "down"),
+    [
+        (Settings("host", 4.0), 2, 2),
+        (Settings("host", 4.0, offload_gradients=True), 2, 2),
+        (Settings("stream", 4.0), 4, 4),
+        (Settings("stream", 4.0, offload_gradients=True), 4 + 2, 4 + 2),
+        (Settings("plain", 4.0), 0, 0),
+    ],
+    ids=["host", "host, gradients", "stream", "stream, gradients", "plain"],
+)
+def test_each_direction_of_the_link_has_its_own_rate_and_both_use_the_hosts_memory(
+    settings: Settings, up: int, down: int
+) -> None:
+    """Bytes for an element of a rank's part."""
+    busy = predict_ranks(LOAD, System("", UNEVEN, FAST, False), EXCHANGE, settings).busy
+    assert busy.get(UP, 0.0) == pytest.approx(up * PART / (4 * GB))
+    assert busy.get(DOWN, 0.0) == pytest.approx(down * PART / (2 * GB))
+    updated = 2 * 4.0 + 4 * 2 if settings.strategy == "host" else 0.0
+    assert busy.get(HOST, 0.0) == pytest.approx((up + down + updated) * PART / (8 * GB / 4))
+
+
+def test_what_goes_through_the_host_is_as_fast_as_the_slower_direction() -> None:
+    """Each card sends as much as it receives."""
+    through = system_of(UNEVEN, None, hosts=2, network=GB)
+    assert through.bus == pytest.approx(THROUGH_HOST * 2 * GB) and through.hosts == 2
+    assert max(through.shares(1).values()) <= 1.0
+    assert system_of(UNEVEN, find_card("H100"), hosts=3, network=GB).hosts == 3
+
+
 def test_a_hosts_memory_is_divided_among_its_own_cards() -> None:
     through = dataclasses.replace(system(host=GB, link=GB, through_host=True, bus=GB), hosts=2, network=GB / 8)
     found = predict_ranks(LOAD, through, EXCHANGE, Settings("resident", 4.0))

@@ -13,7 +13,7 @@ import torch
 
 from offload.engine import units
 from offload.engine.pipeline import Pipeline
-from offload.plan.replay import Result, replay, replay_compute, replay_torchao
+from offload.plan.replay import Result, _share, replay, replay_compute, replay_torchao
 from offload.plan.workload import Machine, Workload
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.simulation.ledger import Memory
@@ -110,6 +110,31 @@ def test_torchaos_schedule_updates_in_order_of_arrival() -> None:
     result = replay_torchao(machine(cpu=LAYER_SECONDS), LOAD)
     # Backward hides its 64 seconds but for the first layer's; the rest of the CPU's 96 is exposed.
     assert result.exposed == pytest.approx(LAYERS * LAYER_SECONDS - 64 + 2, abs=1.5)
+
+
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_torchaos_schedule_waits_for_each_gradient_and_for_all_weights(direction: str) -> None:
+    """The CPU takes no time, so that weights follow gradients as these come down. The first gradient is there half a
+    second into backward, after 32 of forward; from then on one direction of the link is busy for 96."""
+    slow = dataclasses.replace(machine(), **{direction: ELEMENTS * 4 / LAYER_SECONDS})
+    assert replay_torchao(slow, LOAD).step == pytest.approx(32 + 0.5 + 96, abs=0.1)
+
+
+def test_a_later_micro_batch_is_told_apart_from_the_first_which_waits_for_updates() -> None:
+    """Of 48 seconds of link at step, the first forward hides 32."""
+    load = dataclasses.replace(LOAD, micro_batches=3)
+    result = replay(machine(link=LAYER_SECONDS / 4), load, strategy="stream")
+    compute = LAYERS * LAYER_SECONDS
+    assert result.compute == pytest.approx(3 * compute) and result.micro_batch == pytest.approx(compute)
+    assert result.step == pytest.approx(3 * compute + 48 - LAYERS, abs=1.0)
+    spans = [span for span in result.trace if span.agent == "compute"]
+    assert spans[0].name == "0: forward" and spans[-1].name == "0: backward"
+    assert sum(span.end - span.start for span in spans) == pytest.approx(3 * compute)
+
+
+def test_launches_of_a_layer_are_divided_among_its_tensors_and_each_has_one() -> None:
+    assert [_share(10, index, 4) for index in range(4)] == [2, 3, 2, 3]
+    assert [_share(2, index, 4) for index in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.plan.footprint import footprint
 from offload.plan.replay import Result, replay, replay_compute, replay_torchao
 from offload.plan.workload import LLAMA2_7B, MACHINES, Activations, Machine, Workload, llama_activations
 from offload.simulation.memory import CachingAllocator
 from offload.simulation.touched import touched_by
+from offload.training.loss import LinearCrossEntropyLoss
 
 MIB = 1 << 20
 FAST = Machine("fast", *[1e15] * 5)
@@ -195,6 +197,29 @@ def test_activations_have_a_number_for_each_tensor() -> None:
 
 
 # ---- the record
+
+
+def test_logits_are_those_that_the_fused_loss_holds() -> None:
+    """Of one chunk, beside the head's weight and its gradient: measured with a head so thin that little else counts."""
+    vocabulary, dim, tokens = 8192, 64, 256
+    with torch.device("meta"):
+        head = torch.nn.Linear(dim, vocabulary, bias=False, dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        hidden = torch.zeros(1, tokens, dim, dtype=torch.bfloat16).requires_grad_()
+        labels = torch.zeros(1, tokens, dtype=torch.long)
+        return LinearCrossEntropyLoss(1)(hidden, labels, tokens, head, list(head.parameters()))
+
+    measured = footprint(head, step, keeps_gradients=True).peak() - 2 * vocabulary * dim * 2
+    assert llama_activations(dim, 4 * dim, 2, vocabulary).logits * tokens == pytest.approx(measured, rel=0.06)
+
+
+def test_the_head_takes_a_product_forward_and_two_backward() -> None:
+    machine = dataclasses.replace(FAST, flops=2.0 * 1024 * 2**24)  # a second for a tensor of a layer
+    with_head = dataclasses.replace(LOAD, activations=None, recompute=False, edge=2**22)
+    layers = LAYERS * 2 * 3.0
+    assert replay_compute(machine, with_head).step == pytest.approx(layers + 0.25 + 0.5)
+    assert replay_compute(machine, dataclasses.replace(with_head, head=2**23)).step == pytest.approx(layers + 1.5)
 
 
 def test_a_whole_model_on_a_card() -> None:

@@ -92,6 +92,7 @@ def test_validate_and_the_run_refuse_in_the_same_line(
     ("config", "recipe", "overrides", "said"),
     [
         ("tiny_llama_offload", LORA, [], "model: it has no LoRA layers"),
+        ("tiny_llama_lora", LORA, ["model.lora_rank=0"], "model.lora_rank: expected at least 1"),
         ("tiny_llama_lora", LORA, ["optimizer.lr=-1"], "Invalid learning rate"),
         ("tiny_llama_generate", GENERATE, ["device=tpu"], "device: got 'tpu'"),
         ("tiny_llama_generate", GENERATE, ["model.num_heads=0"], "model: "),

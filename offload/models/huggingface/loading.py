@@ -18,6 +18,7 @@ from offload.models.huggingface.attention import check_attention, not_usable
 from offload.models.huggingface.folder import check_is_models
 from offload.models.huggingface.model import HuggingFaceModel
 from offload.models.safetensors_header import read_safetensors_header
+from offload.models.safetensors_index import indexed_files
 from offload.paths import expanded
 
 LEAST_VERSION = (5, 20)
@@ -178,6 +179,7 @@ def _check_folder(folder: Path) -> int:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"model.path: {folder} has no safetensors files: download the weights, or convert them")
+    _check_index(folder, [file.name for file in files])
     count = 0
     for file in files:
         try:
@@ -185,6 +187,31 @@ def _check_folder(folder: Path) -> int:
         except (ValueError, OSError) as error:
             raise UserError(f"model.path: {file} is damaged ({error}): download it again") from error
     return count
+
+
+def _check_index(folder: Path, there: list[str]) -> None:
+    """UserError where a model of several files lacks some of them."""
+    if "model.safetensors" in there:
+        return  # which transformers takes
+    index = folder / "model.safetensors.index.json"
+    try:
+        wanted = indexed_files(index)
+    except FileNotFoundError:
+        if any("-of-" in name for name in there):
+            raise UserError(
+                f"model.path: {folder} has the weights in several files and no {index.name}, which tells where each "
+                "is: download it again"
+            ) from None
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {index} is damaged ({first_line(error)}): download it again") from error
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"model.path: {missing[0]}{more} of the {len(wanted)} weight files that {index.name} names is missing in "
+            f"{folder}: download it again"
+        )
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> Any:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from offload.component import nearest
 from offload.errors import UserError
 from offload.models.safetensors_header import read_safetensors_header
+from offload.models.safetensors_index import indexed_files
 from offload.paths import expanded
 
 # An index and the single file that takes its place in a small model; in order of preference.
@@ -399,11 +400,8 @@ def _check_numbering(directory: Path, names: tuple[str, ...]) -> None:
 
 def _indexed_files(index: Path) -> tuple[str, ...]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if not names or any(not name or name != Path(name).name or not name.isprintable() for name in names):
-            raise ValueError("weight_map does not name files of the folder")
-        return tuple(sorted(names))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return indexed_files(index)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"checkpointer.checkpoint_dir: {index} is not an index of weight files: download it again"
         ) from error

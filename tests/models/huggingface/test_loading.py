@@ -63,6 +63,43 @@ def test_weights_are_in_the_dtype_that_was_asked_for_and_in_memory_of_their_own(
     assert torch.equal(first, before)
 
 
+def shard(folder: Path) -> Path:
+    """The model's weights in two files; returns their index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in weights.items() if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return index
+
+
+def test_several_files(folder: Path) -> None:
+    expected = load_file(folder / "model.safetensors")
+    shard(folder)
+    found = dict(from_pretrained(folder, device=CPU, dtype=torch.float32).module.named_parameters())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../model"}}']
+)
+def test_a_damaged_index(folder: Path, text: str) -> None:
+    index = shard(folder)
+    index.write_text(text)
+    refused(folder, rf"^model\.path: {index} is damaged \(.*\): download it again$")
+
+
+def test_a_lost_file_of_several(folder: Path) -> None:
+    index = shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, r"model-00002-of-00002\.safetensors of the 2 weight files that .* names is missing in .*download")
+    index.unlink()
+    refused(folder, r"several files and no model\.safetensors\.index\.json.*download it again$")
+
+
 def test_no_folder(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", r"model.path: there is no folder .*tune download")
 

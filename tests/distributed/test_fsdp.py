@@ -181,8 +181,12 @@ class Parallel(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.size(1)
+        if torch.__version__ < "2.13":  # the DTensors of 2.11 make no product of a sequence that was cut unevenly
+            tokens = nn.functional.pad(tokens, (0, length % 2))
         x = self.embed(tokens)
-        return nn.functional.linear(x + self.down(torch.relu(self.up(self.before(x)))), self.embed.weight)
+        x = x + self.down(torch.relu(self.up(self.before(x))))
+        return nn.functional.linear(x[:, :length], self.embed.weight)
 
 
 def in_parallel(mesh: DeviceMesh | None = None) -> Any:

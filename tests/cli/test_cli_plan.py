@@ -32,6 +32,9 @@ def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(capsys: pytest.Captur
 
 
 def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line's speed is that of its own plan within 3 %: the work of settings is counted for one micro-batch, and others'
+    in proportion to their tokens, which is not so for bytes of parameters' size (an embedding's gradient is cleared
+    whole). They are most of a tiny model; 1.2 % of qwen3_0_6b_offload's fastest line on an RTX 4090."""
     command = ["plan", "--config", "tiny_llama_offload", "--gpu", "RTX 3060", "--ram", "16GiB"]
     assert main(command) == 0
     told = capsys.readouterr().out
@@ -44,7 +47,7 @@ def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytes
     for *_, changes in rows:
         words = [] if changes == "(as it is)" else changes.split()
         assert main(["validate", "tiny_llama_offload", *words]) == 0, words
-    # The first line does what it says; a tiny model's work is not quite in proportion to its tokens.
+    # The first line does what it says.
     capsys.readouterr()
     assert main([*command, *([] if rows[0][3] == "(as it is)" else rows[0][3].split())]) == 0
     again = re.search(r"^speed: ([\d,]+) tok/s", capsys.readouterr().out, re.M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from offload.config.loading import load_and_check
 from offload.device import DTYPES, total_memory
+from offload.distributed import network
 from offload.distributed.world import World
 from offload.errors import UserError
 from offload.host_memory import allowance, use_of_this_process
@@ -253,7 +255,7 @@ class Advisor:
         return None if found is None else Less(found.changes, found.budget.of(*places))
 
     def step_seconds(self, device: torch.device, machine: Machine, *, used: int, room: Room) -> float:
-        """The run's predicted step.
+        """The run's predicted step; of several hosts whose network nobody knows, as if that took no time.
 
         Args:
             device: where it trains, an accelerator.
@@ -265,7 +267,9 @@ class Advisor:
         predictor = Predictor(self._planner)
         if self._world.size == 1:
             return predictor.predict(settings, plan, machine, self.dtype, room).step_seconds
-        system = system_of(machine, card_named(machine.name))
+        hosts = self._world.size // self._world.local_size
+        between = network.speed() or math.inf
+        system = system_of(machine, card_named(machine.name), hosts=hosts, network=between)
         sharding, processes = self._sharding(settings), self._world.size
         found = predictor.predict_ranks(settings, plan, system, sharding, self.dtype, room, processes=processes)
         return found.step_seconds

@@ -32,9 +32,10 @@ def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(capsys: pytest.Captur
 
 
 def test_a_known_card_has_a_speed_and_a_ranked_list_that_validates(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line's speed is that of its own plan within 3 %: the work of settings is counted for one micro-batch, and others'
-    in proportion to their tokens, which is not so for bytes of parameters' size (an embedding's gradient is cleared
-    whole). They are most of a tiny model; 1.2 % of qwen3_0_6b_offload's fastest line on an RTX 4090."""
+    """A line's speed is that of its own plan within 3 %: work is counted for one micro-batch, and that of others in
+    proportion to their tokens, which is not so for bytes of parameters' size (an embedding's gradient is cleared).
+    They weigh most in a tiny model; the fastest line of qwen3_0_6b_offload on an RTX 4090 is 1.2 % above its own plan.
+    """
     command = ["plan", "--config", "tiny_llama_offload", "--gpu", "RTX 3060", "--ram", "16GiB"]
     assert main(command) == 0
     told = capsys.readouterr().out

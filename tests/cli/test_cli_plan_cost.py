@@ -63,8 +63,8 @@ def test_a_plan_of_a_transformers_model() -> None:
     assert done["describe"] == 1 and "kaiming_uniform_" not in done and "_with_fake_tensors" not in done
     # States of four kinds, of which each is asked for once; the rest follows from these.
     assert done["_states"] <= 4
-    # The run, and as many settings as may be shown. An estimate can be too high, so that only its replay tells whether a
-    # setting adds something to the others: of this model's four one is shown. None is replayed beyond these.
+    # The run, and as many settings as may be shown. An estimate can be too high, so that only its replay tells whether
+    # a setting adds something to the others: of this model's four one is shown. None is replayed beyond these.
     assert done["replay"] <= 1 + plan.SHOWN
     # Two depths of each batch that is traced; forward and backward counted with and without recomputation.
     assert done["footprint"] <= 2 * 8 and done["count"] <= 2

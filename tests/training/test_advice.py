@@ -344,6 +344,7 @@ def test_what_overrides_cost_several_processes_in_time(monkeypatch: pytest.Monke
         f"{1000 * share * before.step_seconds:+,.0f} ms a step ({share:+.0%}); each layer's weights are gathered"
         in line
     )
+    monkeypatch.setattr("offload.distributed.network.speed", lambda: None)
     hosts = of_several(World(size=8, local_size=4), *words).lines(cuda, of_device=True, used=0, room=2**28)
     (line,) = [line for line in hosts if "  reshard_after_forward=True " in line]
     assert " ms a step" not in line, "nobody knows their network"

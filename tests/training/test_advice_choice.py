@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from offload.distributed.world import World
 from offload.errors import UserError
 from offload.plan.budget import DEVICE, HOST, LOCKED, Budget, Item
+from offload.plan.workload import MACHINES
 from offload.training import advice
 from offload.training.advice import ALONE, Advisor
+from offload.training.placement import Room
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -135,3 +138,28 @@ def test_the_room_of_a_run_on_the_cpu_is_the_hosts(monkeypatch: pytest.MonkeyPat
     for world, of_host in ((ALONE, 48), (World(0, 8, 0, 4), 12)):
         rooms = [advice.room(device, world, of_device=of) for device in (CPU, cuda) for of in (True, False)]
         assert rooms == [of_host, of_host, 5, of_host]
+
+
+@pytest.mark.parametrize(("speed", "network"), [(12.5e9, 0.8 * 12.5e9), (None, math.inf)])
+def test_the_step_of_several_hosts_is_that_of_their_network(
+    speed: float | None, network: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    class Known:
+        def __init__(self, planner: Any) -> None:
+            pass
+
+        def predict_ranks(self, *given: Any, **_: Any) -> Any:
+            found.append(given[2])
+            return SimpleNamespace(step_seconds=2.0)
+
+    monkeypatch.setattr(advice, "Predictor", Known)
+    monkeypatch.setattr(Advisor, "_sharding", lambda self, changed: None)
+    monkeypatch.setattr(Advisor, "_plans", lambda *_: lambda changes: None)
+    monkeypatch.setattr("offload.distributed.network.speed", lambda: speed)
+    advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32"), world=World(0, 4, 0, 2))  # type: ignore[arg-type, return-value]
+    advisor._planner = SimpleNamespace()  # type: ignore[assignment]
+    assert advisor.step_seconds(torch.device("cuda"), MACHINES["rtx4090"], used=0, room=Room()) == 2.0
+    (system,) = found
+    assert (system.hosts, system.network) == (2, network)

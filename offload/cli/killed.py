@@ -35,9 +35,18 @@ def status_of(failures: Mapping[int, ProcessFailure], kills: int | None, advice:
         kills: :func:`offload.host_memory.oom_kills` when the run began.
         advice: lines that follow, where it may have been for want of memory.
     """
+    from offload.distributed.watch import noted_end
+
     told = [failure for failure in failures.values() if os.path.isfile(failure.error_file)]
     if told:
         return next((failure.exitcode for failure in told if failure.exitcode > 0), 1)
+    ends = {rank: end for rank, each in failures.items() if (end := noted_end(each.error_file)) is not None}
+    if any(failures[rank].exitcode < 0 for rank in ends):
+        # Nothing was left to do for it, or for any other, since all go together.
+        still = {rank: each for rank, each in failures.items() if rank not in ends}
+        failures = {rank: each for rank, each in still.items() if not _ended_by_torchrun(each, failures)}
+        if not failures:
+            return max(ends.values())
     # torchrun looks at all of them at once, and the others may have followed the killed one by then.
     by_itself = {rank: failure for rank, failure in failures.items() if not _ended_by_torchrun(failure, failures)}
     first = by_itself or failures

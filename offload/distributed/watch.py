@@ -541,6 +541,26 @@ def note_for_torchrun(line: str) -> None:
         json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
+_END = "end"
+
+
+def note_end(status: int) -> None:
+    """Leave word for torchrun that this process has done all it had to: it may crash yet of a thread of a library that
+    still runs while Python and that library are taken apart."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        with contextlib.suppress(OSError):
+            Path(path).with_name(_END).write_text(str(status), encoding="utf-8")
+
+
+def noted_end(error_file: str) -> int | None:
+    """The status with which :func:`note_end` says that a process was about to end."""
+    try:
+        return int(Path(error_file).with_name(_END).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 _active: Watch | None = None
 
 

@@ -120,6 +120,7 @@ def _run_recipe(recipe_class: type[Recipe], argv: Sequence[str] | None) -> int:
             if status:
                 _ignore_torchrun()
             world.barrier()  # the main process writes to the end
+        watch.note_end(status)
         return status
     except NothingToDo as done:
         if world.is_main:

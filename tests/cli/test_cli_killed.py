@@ -12,6 +12,7 @@ import pytest
 
 from offload.cli import killed, registry
 from offload.cli.killed import advice_for, status_of
+from offload.distributed import watch
 from offload.host_memory import kernel_killed, who_killed
 
 RECIPE = "full_finetune_distributed"
@@ -84,6 +85,27 @@ def test_a_run_that_was_stopped_is_not_ended_by_who_crashes_on_the_way_out(capsy
         assert not capsys.readouterr().err
         assert status_of({0: failure(143, at=2), 1: failure(-number)}, 0, list) in (1, 2)
         assert "error: rank 1 on " in capsys.readouterr().err
+
+
+def test_who_crashes_when_all_is_done_has_ended_as_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun sees it a second before those whom it sends a signal then."""
+    files = [tmp_path / str(rank) / "error.json" for rank in range(3)]
+    for file in files[:2]:
+        file.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        watch.note_end(143)
+    crashed, well, other = (str(file) for file in files)
+    for code in (-signal.SIGABRT, -signal.SIGSEGV):
+        first = failure(code, file=crashed)
+        assert status_of({0: first}, 0, list) == 143
+        assert status_of({0: first, 1: failure(143, at=2, file=well)}, 0, list) == 143
+        assert status_of({0: first, 2: failure(-signal.SIGTERM, at=2, file=other)}, 0, list) == 143
+        assert not capsys.readouterr().err
+    assert status_of({0: failure(-signal.SIGABRT, file=crashed), 2: failure(-signal.SIGSEGV, file=other)}, 0, list) == 1
+    assert "error: rank 2 on " in capsys.readouterr().err
+    assert status_of({2: failure(-signal.SIGABRT, file=other)}, 0, list) == 1
 
 
 def test_the_status_is_that_of_the_process_that_told(tmp_path: Path) -> None:

@@ -232,6 +232,24 @@ def test_a_slow_process_is_not_taken_to_hang(code: str, is_stopped: bool, is_slo
         assert found is not None and (found.rank, found.kind) == (1, HANGS)
 
 
+def test_an_exchange_that_failed_waits_for_word_of_a_slow_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        looks = 0
+
+        def status(self) -> str:
+            self.looks += 1
+            return psutil.STATUS_RUNNING if self.looks < 40 else psutil.STATUS_STOPPED
+
+    monkeypatch.setattr(watch, "INTERVAL", 0.02)
+    one, process = watch_of(0, 2), Process()
+    now = one._turn_at
+    one._peers[1] = _Peer("here", 7, cast("psutil.Process", process), now - 60, {}, worked=now)
+    with pytest.raises(RuntimeError) as caught:
+        within_exchange(mistake)
+    assert one.cause(caught.value) is None and process.looks > 40
+    assert one._reported is not None and one._reported.rank == 1
+
+
 def test_a_little_work_beside_the_main_thread_s_does_not_count() -> None:
     class Process:
         used = 0.0
@@ -317,10 +335,11 @@ def within_exchange(function: Any) -> Any:
     return EXCHANGE["call"](function)
 
 
-def test_an_error_comes_from_an_exchange_that_is_near() -> None:
-    def mistake() -> None:
-        raise RuntimeError("Connection closed by peer")
+def mistake() -> None:
+    raise RuntimeError("Connection closed by peer")
 
+
+def test_an_error_comes_from_an_exchange_that_is_near() -> None:
     def raised(function: Any) -> BaseException:
         with pytest.raises(RuntimeError) as caught:
             function()

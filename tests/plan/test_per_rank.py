@@ -19,7 +19,7 @@ from offload.plan.collectives import SYSTEMS
 from offload.plan.distributed import Plan, _alone_of, replay_engine
 from offload.plan.workload import LLAMA2_7B
 from offload.training.budgeting import Planner
-from offload.training.dividing import Division, choose, least
+from offload.training.dividing import Division, choose, divisions, least
 from tests.plan.test_budget import gib, planned
 
 GIB = 2**30
@@ -135,6 +135,17 @@ def test_weights_kept_among_the_cards_of_a_host() -> None:
         "weights kept divided among 4 from forward to backward: 40.0 of 40.0 GiB; weights kept from forward to "
         "backward would take 100.0"
     )
+
+
+def test_of_what_did_not_fit_the_nearest_is_told() -> None:
+    division, why = choose(Choice(replicas=1), TWO_HOSTS, taking, device=20 * GIB, host=None)
+    assert division == Division(1, True)
+    assert why.endswith("; weights kept divided among 4 from forward to backward would take 40.0")
+
+
+@pytest.mark.parametrize("world", [World(0, 4, 0, 1), World(0, 6, 0, 4)], ids=["one to a host", "unequal hosts"])
+def test_processes_that_do_not_divide_into_hosts_keep_all_or_nothing(world: World) -> None:
+    assert divisions(Choice(replicas=1), world) == [Division(1, False), Division(1, True)]
 
 
 def test_what_is_set_is_kept() -> None:

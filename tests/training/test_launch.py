@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from offload.distributed import watch
+from offload.errors import UserError
 from offload.training.launch import _mendable, run_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -111,8 +113,8 @@ def test_a_folder_that_must_not_be_read_is_not_said_to_be_written() -> None:
     assert line == "cannot write /runs/a: No space left on device; free space or choose another output_dir"
 
 
-def test_a_process_that_leaves_after_a_signal_is_not_ended_by_torchrun(config: str) -> None:
-    """Which sends SIGTERM to those that are left when the first is gone."""
+def test_a_process_that_leaves_after_a_signal_is_not_ended_by_torchrun(config: str, tmp_path: Path) -> None:
+    """Which sends SIGTERM to those that are left when the first is gone; it hears that nothing was left to do."""
     code = """
 import os, signal, sys
 from offload.distributed.world import World
@@ -132,7 +134,19 @@ sys.exit(run_recipe(Stopped))
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    word = str(tmp_path / "error.json")
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": word}
     command = [sys.executable, "-c", code, "--config", config]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **ranks, **where})
     assert (done.returncode, done.stderr) == (143, "")
+    assert watch.noted_end(word) == 143
+
+
+def test_a_process_that_fails_has_not_done_all(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Recipe):
+        def train(self) -> int:
+            raise UserError("dataset: gone")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run_recipe(Failing, ["--config", config]) == 2
+    assert watch.noted_end(str(tmp_path / "error.json")) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from offload import durable
+from offload.checkpoints import folders
+from offload.checkpoints import manager as checkpoint
 from offload.checkpoints import manifest as checkpoint_manifest
 from offload.checkpoints import state as recipe_state
 from offload.checkpoints.manager import CheckpointManager
@@ -117,6 +120,71 @@ def test_nothing_is_found_where_all_are_damaged(manager: CheckpointManager) -> N
     assert manager.load_newest() is None
 
 
+def test_a_damaged_checkpoint_that_is_saved_again_is_kept_as_the_others_are(base: Path, tmp_path: Path) -> None:
+    manager = CheckpointManager(TorchtuneFormat(section(base)), tmp_path / "out", keep_last_n=2)
+    _, second = save(manager, 1, 2)
+    flip(second / "recipe_state.pt", 300)
+    assert manager.load_newest() is not None
+    save(manager, 2, 3)
+    assert sorted(path.name for path in manager.output_dir.iterdir()) == ["step_2", "step_3"]
+
+
+def left_by_another(manager: CheckpointManager, name: str, purpose: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a process that is gone called a folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.os, "getpid", lambda: 2**22 + 1)  # above any process id
+        return folders.sibling(manager.output_dir / name, purpose)
+
+
+def test_a_checkpoint_that_was_set_aside_is_resumed_from(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that was killed while it put another one in its place."""
+    _, second = save(manager, 1, 2)
+    second.rename(left_by_another(manager, "step_2", "old", monkeypatch))
+    found = manager.load_newest()
+    assert found is not None and found[0] == second and found[1].recipe_state["step"] == 2
+
+
+def test_room_for_a_checkpoint_is_made_of_what_dead_processes_left(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = left_by_another(manager, "step_1", "tmp", monkeypatch)
+    left.mkdir()
+    seen: list[bool] = []
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda folder: seen.append(left.exists()))
+    save(manager, 2)
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_all_that_a_checkpoint_has_needs_room(left_out: bool, manager: CheckpointManager, monkeypatch: Any) -> None:
+    """Weights, states of the optimizer in files of their own and in the recipe's, an adapter for peft and to resume."""
+    tensors = {name: torch.zeros(10_000) for name in ("model", "adapter", "shared", "own")}
+    optimizer = {"state": {0: {"exp_avg": tensors["shared"], "exp_avg_sq": tensors["own"]}}, "param_groups": []}
+    nbytes = sum(tensor.nbytes for tensor in (*tensors.values(), tensors["adapter"])) - (40_000 if left_out else 0)
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda folder: nbytes + 20_000 + checkpoint._SPARE_BYTES)
+    given: Any = (1, {"w": tensors["model"]}, {"optimizer": optimizer}, {"w": tensors["adapter"]}, {})
+    with pytest.raises(UserError, match="the disk is too full; it needs") if left_out else contextlib.nullcontext():
+        manager._begin(*given, is_apart=lambda tensor: tensor is tensors["shared"])
+
+
+def test_all_is_on_the_disk_before_a_checkpoint_gets_its_name(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[set[str]] = []
+    fsync_tree = folders.fsync_tree
+
+    def noted(folder: Path) -> None:
+        assert not (manager.output_dir / "step_1").exists()
+        forced.append({path.name for path in folder.iterdir()})
+        fsync_tree(folder)
+
+    monkeypatch.setattr(folders, "fsync_tree", noted)
+    (path,) = save(manager, 1)
+    assert forced == [{each.name for each in path.iterdir()}]
+
+
 def test_a_checkpoint_without_checksums_is_read(manager: CheckpointManager) -> None:
     (path,) = save(manager, 1)
     manifest = json.loads((path / "checkpoint.json").read_text())
@@ -128,10 +196,14 @@ def test_a_checkpoint_without_checksums_is_read(manager: CheckpointManager) -> N
         manager.load(path)
 
 
-def test_a_chosen_checkpoint(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_a_chosen_checkpoint(manager: CheckpointManager, base: Path, tmp_path: Path) -> None:
     first, second = save(manager, 1, 2)
     assert manager.load_chosen("step_1")[1].step == 1
     assert manager.load_chosen(str(second))[0] == second
+    save(
+        CheckpointManager(TorchtuneFormat(section(base)), first), 9
+    )  # a checkpoint with others in it is one all the same
+    assert manager.load_chosen("step_1")[1].step == 1
     with pytest.raises(UserError, match="no folder step_3, neither in .*step_1, step_2"):
         manager.load_chosen("step_3")
     with pytest.raises(UserError, match="no such user"):

@@ -90,6 +90,28 @@ def test_several_are_enough_where_one_is_not(told: Any) -> None:
     assert told(saves, 70)[-1] == "enough, with 60.00 GiB: a=1 b=1 d=1", "not two values of one key"
 
 
+def test_several_that_leave_just_the_room_are_enough(told: Any) -> None:
+    assert told({"a=1": 20, "b=1": 17}, 70)[-1] == "enough, with 63.00 GiB: a=1 b=1"
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(60, (("b=1",), 60)), (45, (("a=1", "b=1"), 10)), (20, (("a=1", "b=1"), 10)), (5, (("a=1",), 50))],
+)
+def test_less_to_lock_is_enough_or_what_saves_most(
+    room: int, expected: tuple[tuple[str, ...], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plans(changes: Sequence[str]) -> Any:
+        left = 100 - 50 * ("a=1" in changes) - 40 * ("b=1" in changes)
+        return SimpleNamespace(budget=Budget((Item(LOCKED, "all", left * GIB), Item(HOST, "all", 7 * GIB))))
+
+    monkeypatch.setattr(advice, "cheaper", lambda settings: iter([["a=1"], ["b=1"]]))
+    monkeypatch.setattr(Advisor, "_plans", lambda self, device, used: plans)
+    advisor = Advisor(Recipe, lambda changes: SimpleNamespace(dtype="fp32", changes=changes))  # type: ignore[arg-type, return-value]
+    found = advisor.less_to_lock(CPU, used=0, room=room * GIB)
+    assert found is not None and (found.changes, found.locked // GIB) == expected
+
+
 def test_what_takes_more_beside_others_is_left_out(told: Any) -> None:
     saves = {"a=1": 20, "b=1": 15, "c=1": 14}
     assert told(saves, 78, both=25)[-1] == "enough, with 66.00 GiB: a=1 c=1"
@@ -102,7 +124,13 @@ def test_several_that_a_run_refuses_together_are_not_advised(told: Any, monkeypa
 
 @pytest.mark.parametrize(
     ("after", "expected"),
-    [(80.0, "+500 ms a step (+25%)"), (125.0, "-400 ms a step (-20%)"), (100.2, "no time"), (None, None)],
+    [
+        (80.0, "+500 ms a step (+25%)"),
+        (125.0, "-400 ms a step (-20%)"),
+        (97.0, "+62 ms a step (+3%)"),
+        (100.2, "no time"),
+        (None, None),
+    ],
 )
 def test_time_is_that_of_as_many_tokens(
     after: float | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +143,8 @@ def test_time_is_that_of_as_many_tokens(
 
         def predict_here(self, settings: Any, *_: Any, **__: Any) -> Any:
             speed = after if settings.changes else 100.0
-            return None if speed is None else (SimpleNamespace(tokens_per_second=speed, step_seconds=2.0), "measured")
+            seconds = 3.0 if settings.changes else 2.0  # of other numbers of tokens
+            return speed and (SimpleNamespace(tokens_per_second=speed, step_seconds=seconds), "measured")
 
         def predict_ranks_here(self, settings: Any, *_: Any, **kwargs: Any) -> Any:
             hosts.append(kwargs["hosts"])

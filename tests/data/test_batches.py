@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import TorchFunctionMode
 
 from offload import torchao_shim
+from offload.data import packing
 from offload.data.batches import Batch, Batches, Collate, PackedCollate, build_batches, document_mask
 from offload.data.collate import padded_collate_sft
 from offload.errors import UserError
@@ -78,6 +79,12 @@ def test_order_depends_on_seed_and_epoch_and_nothing_else() -> None:
     assert sorted(sum(first, [])) != sum(first, [])
 
 
+def test_an_epoch_is_as_long_as_its_order_where_a_row_that_comes_several_times_is_left_out() -> None:
+    loader = batches(mixture=[(23, 2.0)])
+    loader.leave_out([3])
+    assert loader.num_samples == 44 == len(loader.order(0)) == len(loader.order(1))
+
+
 def test_loading_leaves_the_run_s_random_numbers_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -89,6 +96,24 @@ def test_loading_leaves_the_run_s_random_numbers_alone() -> None:
 def test_what_does_not_fill_a_batch() -> None:
     assert sum(len(b) for b in ids(batches(shuffle=False), 0)) == 20
     assert sum(ids(batches(shuffle=False, drop_last=False), 0), []) == list(range(1, 24))
+
+
+def test_a_token_s_label_is_the_next_one() -> None:
+    batch = Collate(pad, None, -100)([DATA[1], DATA[4]])
+    assert isinstance(batch, Batch)
+    assert batch.inputs["tokens"].tolist() == [[2, 2, 2], [5, 5, 0]]
+    assert batch.labels.tolist() == [[2, 2, -100], [5, -100, -100]]
+    assert (batch.num_tokens, batch.num_labels, batch.sample_length) == (5, 3, 2.5)
+
+
+def test_padding_of_our_packs_is_not_counted() -> None:
+    """Also where the token that pads is one of a sample's: the pack tells how many pad it."""
+    sample = {"tokens": [1, 7, 0], "labels": [-100, 7, 0]}
+    collate = Collate(PackedCollate(masks=False, has_flex_attention=False), 0, -100)
+    batch = collate([packing.packed(samples, 8, pad_id=0) for samples in ([sample, sample], [sample])])
+    assert isinstance(batch, Batch)
+    assert batch.labels.tolist() == [[7, 0, -100, 7, 0, -100, -100, -100], [7, 0] + [-100] * 6]
+    assert (batch.num_tokens, batch.num_labels) == (9, 6)
 
 
 def test_padding_is_not_counted() -> None:

@@ -96,6 +96,8 @@ def test_what_does_not_fit_is_refused():
         PackedSamples([document(0)], 8, pad_id=0)
     with pytest.raises(UserError, match="expected best_fit or in_order, got 'worst'"):
         PackedSamples([document(2)], 8, pad_id=0, method="worst")
+    with pytest.raises(ValueError, match="samples of 9 tokens do not fit into a pack of 8"):
+        packed([document(4), document(5)], 8, pad_id=0)
 
 
 # Sliding windows are shorter than the documents, so that both kinds of mask have something to hide.

@@ -164,5 +164,5 @@ def test_a_torchao_that_moved_nf4_gets_its_names_back(tmp_path):
 def test_without_torchao_nothing_happens(tmp_path):
     (tmp_path / "torchao_shim.py").write_text(Path(torchao_shim.__file__).read_text())
     program = "import sys, torchao_shim; torchao_shim.install(); print('torchao' in sys.modules)"
-    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")

@@ -286,3 +286,30 @@ def test_another_optimizer_may_become_ours(kind: str) -> None:
     found = list(optimizers(settings))  # type: ignore[arg-type]
     assert found[0] == () and all(words[0] == "optimizer=offload.OffloadOptimizer" for words in found[1:])
     assert len(found) == 5
+
+
+def test_of_settings_that_differ_in_their_micro_batch_alone_one_is_told() -> None:
+    best = ranked(400.0)
+    kinds = [tuple(word for word in choice.changes if not word.startswith("batch_size=")) for choice in best]
+    assert len(kinds) > 1 and len(set(kinds)) == len(kinds)
+
+
+def test_a_sixteenth_of_the_micro_batch_is_tried_before_sequences_are_cut() -> None:
+    settings = replace(packed(strategy="stream", update_in_backward=True), batch_size=16)
+    limits = (int(5.5 * GIB), None)
+    ranking = Ranking(settings, _Planner(), _Predictor(), MACHINES["rtx4090"], torch.device("cuda"),
+                      limits, lambda changes: True)  # type: ignore[arg-type]  # fmt: skip
+    best = ranking.best(4)
+    assert best and all("batch_size=1" in choice.changes for choice in best)
+    cut = ("tokenizer.max_seq_len", "loss.num_output_chunks")
+    assert not any(word.startswith(cut) for choice in best for word in choice.changes)
+
+
+def test_what_a_forward_moves_tells_nothing_of_one_that_is_recomputed() -> None:
+    class Moves(_Predictor):
+        def work(self, *_: Any, **__: Any) -> Any:
+            amount = type("Amount", (), {"moved": 1e12})()
+            return type("Work", (), {"layers": 1, "layer": (amount, amount)})()
+
+    best = ranked(40.0, predictor=Moves())
+    assert best and not any("enable_activation_checkpointing=False" in choice.changes for choice in best)

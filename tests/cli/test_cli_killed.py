@@ -87,6 +87,15 @@ def test_a_run_that_was_stopped_is_not_ended_by_who_crashes_on_the_way_out(capsy
         assert "error: rank 1 on " in capsys.readouterr().err
 
 
+def test_the_first_of_several_ends_is_the_run_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of({0: failure(3, at=5), 1: failure(1, at=2)}, 0, list) == 1
+    answered = {0: failure(143, at=1), 1: failure(143, at=9), 2: failure(-signal.SIGSEGV, at=5)}
+    assert status_of(answered, 0, list) == 143
+    assert status_of({1: failure(1), 0: failure(-signal.SIGKILL, at=29)}, 0, list) == 1  # 30 s, in whole seconds
+    assert not capsys.readouterr().err
+    assert status_of({0: failure(-signal.SIGHUP)}, 0, list) == 129
+
+
 def test_who_crashes_when_all_is_done_has_ended_as_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,14 @@ def test_cpu_offload_brings_weights_up_before_every_gather() -> None:
     assert result.busy["down"] == pytest.approx(0.5)
 
 
+def test_cpu_offload_adds_up_micro_batches_and_each_direction_has_its_own_rate() -> None:
+    cards = system(link=BYTES)
+    uneven = dataclasses.replace(cards, machine=dataclasses.replace(cards.machine, up=2 * BYTES))
+    result = replay_cpu_offload(plan(uneven, 2, True, dataclasses.replace(LOAD, micro_batches=2)))
+    assert result.compute == 2 * COMPUTE
+    assert result.busy["up"] == pytest.approx(2 * 2 * 0.5 / 2) and result.busy["down"] == pytest.approx(2 * 0.5)
+
+
 def test_memory_is_that_of_the_parts_and_a_few_layers() -> None:
     layer, part = BYTES / LAYERS, BYTES / 4
     sharded = replay_nothing(plan(system(), 4, True)).steady.allocated
@@ -147,7 +156,9 @@ def test_memory_is_that_of_the_parts_and_a_few_layers() -> None:
 
 
 def test_no_process_group_is_left_and_none_is_taken() -> None:
+    hook = sys.excepthook
     replay_nothing(plan(system(), 2, load=dataclasses.replace(LOAD, layers=1)))
+    assert sys.excepthook is hook, "messages have no rank in front"
     assert not torch.distributed.is_initialized()
 
 

@@ -313,3 +313,11 @@ def test_what_a_forward_moves_tells_nothing_of_one_that_is_recomputed() -> None:
 
     best = ranked(40.0, predictor=Moves())
     assert best and not any("enable_activation_checkpointing=False" in choice.changes for choice in best)
+
+
+@pytest.mark.parametrize(("micro_batches", "early"), [(1, True), (2, False)])
+def test_another_optimizer_updates_in_backward_of_a_single_micro_batch_alone(micro_batches: int, early: bool) -> None:
+    plain = Settings(OmegaConf.create({"_component_": "torch.optim.AdamW"}), gradient_accumulation_steps=micro_batches)
+    found = list(optimizers(plain))  # type: ignore[arg-type]
+    assert any("optimizer.update_in_backward=True" in changes for changes in found) is early
+    assert any("optimizer.strategy=stream" in changes for changes in found)

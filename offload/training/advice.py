@@ -106,6 +106,7 @@ class Advisor:
 
     Attributes:
         dtype: of the parameters.
+        cards: that the host's processes train on.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Advisor:
         self._recipe, self._settings = recipe, settings
         self.dtype = DTYPES[settings(()).dtype]
         self._world, self._division = world, division
+        self.cards = world.local_size
 
     def lines(self, device: torch.device, *, of_device: bool, used: int, room: int | None) -> list[str]:
         """The run's budget, what would save most, and what would be enough.

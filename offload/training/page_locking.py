@@ -100,7 +100,7 @@ def told(
 
 def _steps(advisor: Advisor, device: torch.device, used: int, share: float) -> tuple[float, float]:
     """Seconds of a step where all is page-locked, and where a share is."""
-    here = machine_here(device, fp32=advisor.dtype == torch.float32)
+    here = machine_here(device, fp32=advisor.dtype == torch.float32, cards=advisor.cards)
     if here is None:
         raise LookupError(device)
     machine = here[0]

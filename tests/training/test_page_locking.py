@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from offload import OffloadOptimizer
+from offload.distributed.world import World
 from offload.engine.memory import PageLockWarning
 from offload.host_memory import HostMemory, why_not_locked
 from offload.plan.budget import readable
 from offload.plan.workload import GB, MACHINES
 from offload.simulation.accelerator import SimulatedAccelerator
 from offload.training import page_locking
-from offload.training.advice import Advisor, settings_of_file
+from offload.training.advice import ALONE, Advisor, settings_of_file
 from offload.training.page_locking import PageLocking, slowed, told
 from offload.training.ranking import applied
 from tests.conftest import play_device  # type: ignore[import-not-found]
@@ -53,20 +54,21 @@ def test_a_part_of_the_copies_at_half_the_rate() -> None:
     assert slowed(machine, 0.0, 0.25).down == pytest.approx(machine.down / 4)
 
 
-def advisor(*overrides: str) -> Advisor:
+def advisor(*overrides: str, world: World = ALONE) -> Advisor:
     recipe = recipe_class()
     more = ("model.embed_dim=512", "model.num_layers=4", "dtype=bf16", "checkpointer.checkpoint_dir=/nowhere",
             "optimizer.optimizer_class=offload.optim.AdamW", "optimizer.strategy=stream", "clip_grad_norm=null",
             "optimizer.update_in_backward=True")  # fmt: skip
     load = settings_of_file(recipe, registry.our_configs()["tiny_llama_offload"], (*more, *overrides))
-    return Advisor(recipe, functools.partial(applied, load(())))
+    return Advisor(recipe, functools.partial(applied, load(())), world=world)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a slow link, and nothing wrong with its host."""
     machine = replace(MACHINES["rtx4090"], up=0.2 * GB, down=0.2 * GB)
-    monkeypatch.setattr(page_locking, "machine_here", lambda device, fp32: (machine, "told by a test"))
+    slower = {1: machine, 4: replace(machine, up=machine.up / 2, down=machine.down / 2)}
+    monkeypatch.setattr(page_locking, "machine_here", lambda device, fp32, cards: (slower[cards], "told by a test"))
     monkeypatch.setattr(page_locking, "total_memory", lambda device: 24 * GIB)
     monkeypatch.setattr(page_locking, "pageable_share", lambda device: 0.5)
     monkeypatch.setattr(page_locking, "host_memory", lambda: replace(HOST, is_wsl=True))
@@ -88,6 +90,12 @@ def test_the_line_has_the_share_the_price_the_reason_and_what_takes_less(card: N
     assert changes == ["optimizer.master=stochastic"]
     less = advisor(*changes)._plans(CUDA, 0)(()).budget.of("host, page-locked")
     assert less < 0.6 * locked and line.endswith(f"({readable(less)})")
+
+
+def test_the_price_is_that_of_a_host_with_so_many_cards(card: None) -> None:
+    worlds = (ALONE, World(local_size=4))
+    alone, of_four = (page_locking._steps(advisor(world=world), CUDA, 0, 0.5)[0] for world in worlds)
+    assert of_four > 1.5 * alone
 
 
 def test_without_a_plan_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

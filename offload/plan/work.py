@@ -35,6 +35,8 @@ class Amount:
         weights: bytes of weights that products read, and of the gradients of weights that they write.
         moved: bytes that all other operations read and write.
         launches: operations that run a kernel.
+        still: of the bytes moved, those of what is as large as a parameter, such as its gradient: more tokens do not
+            make them more.
     """
 
     products: float = 0.0
@@ -42,6 +44,7 @@ class Amount:
     weights: float = 0.0
     moved: float = 0.0
     launches: float = 0.0
+    still: float = 0.0
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
@@ -55,8 +58,9 @@ class Amount:
             ratio * self.products,
             ratio * length_ratio * self.attention,
             self.weights,
-            ratio * self.moved,
+            self.still + ratio * (self.moved - self.still),
             self.launches,
+            self.still,
         )
 
 
@@ -140,6 +144,7 @@ class _Counter(TorchDispatchMode):
         self.in_layer = False
         self._weights = {tensor.untyped_storage()._cdata for tensor in module.parameters()}
         self._shapes = {tuple(sorted(param.shape)) for param in module.parameters() if param.dim() > 1}
+        self._exact = {param.shape for param in module.parameters()}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,12 +175,15 @@ class _Counter(TorchDispatchMode):
             weights += sum(each.nbytes for each in results if tuple(sorted(each.shape)) in self._shapes)
             self.add(Amount(products=float(flops), weights=float(weights), launches=1.0))
         else:
-            moved = sum(_traffic(each) for each in results)
+            moved = list(results)
+            more = 0
             if name in _PICKS:
-                moved += min(moved, _traffic(inputs[0])) + sum(_traffic(each) for each in inputs[1:])
+                more = min(sum(map(_traffic, results)), _traffic(inputs[0]))
+                moved += inputs[1:]
             elif name not in _ONLY_WRITES:
-                moved += sum(_traffic(each) for each in inputs)
-            self.add(Amount(moved=float(moved), launches=1.0))
+                moved += inputs
+            still = sum(_traffic(each) for each in moved if each.shape in self._exact)
+            self.add(Amount(moved=float(more + sum(map(_traffic, moved))), launches=1.0, still=float(still)))
         return out
 
     def add(self, amount: Amount) -> None:

@@ -103,7 +103,8 @@ def test_another_micro_batch_follows_from_one_that_was_counted() -> None:
     assert one.tokens == other.tokens == 128
     assert one.total.products == other.total.products and one.total.attention == other.total.attention
     assert one.total.weights == other.total.weights
-    assert one.total.moved == pytest.approx(other.total.moved, rel=0.1)
+    assert one.total.moved == pytest.approx(other.total.moved, rel=0.01)  # 128 tokens pick of 64 rows
+    assert one.total.still == other.total.still > 0
 
 
 class Picks(nn.Module):

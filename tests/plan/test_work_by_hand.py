@@ -41,8 +41,8 @@ class Applied(nn.Module):
 
 
 def test_another_micro_batch_launches_as_many_kernels() -> None:
-    amount = Amount(1.0, 2.0, 3.0, 4.0, 5.0).for_tokens(10.0, 7.0)
-    assert amount == Amount(products=10.0, attention=140.0, weights=3.0, moved=40.0, launches=5.0)
+    amount = Amount(1.0, 2.0, 3.0, 4.0, 5.0, 1.0).for_tokens(10.0, 7.0)
+    assert amount == Amount(products=10.0, attention=140.0, weights=3.0, moved=31.0, launches=5.0, still=1.0)
 
 
 def test_what_is_only_written_and_what_is_expanded() -> None:

@@ -34,7 +34,7 @@ def prepare_adapter(model: nn.Module) -> None:
             "model: it has no LoRA layers to train; use a lora_* builder such as "
             "torchtune.models.llama2.lora_llama2_7b with lora_attn_modules, or the recipe full_finetune_single_device"
         )
-    if any(layer.rank < 1 for _, layer in _lora_layers(model)):
+    if any(layer.lora_a.out_features < 1 for _, layer in _lora_layers(model)):
         raise UserError("model.lora_rank: expected at least 1: a LoRA layer of rank 0 trains nothing")
     biased = [name for name, layer in _lora_layers(model) if hasattr(layer, "magnitude") and layer.bias is not None]
     if biased:

@@ -46,8 +46,13 @@ BEGIN, END = "<!-- scripts/config_memory.py writes this table -->\n", "<!-- end 
 GIB = 2**30
 
 METHODS = ("offload", "lora", "qlora")
+CORRECTING = ("L4", "A10")
+"""Cards of 24 GB that leave 22 with error correction, which they come with: `tune plan --gpu L4` tells what fits."""
 CARDS = {
-    size: min(card.reported for card in KNOWN_CARDS if card.nominal == size and card.reported) - CONTEXT / GIB
+    size: min(
+        card.reported for card in KNOWN_CARDS if card.nominal == size and card.reported and card.name not in CORRECTING
+    )
+    - CONTEXT / GIB
     for size in (8, 12, 16, 24, 32, 48, 80)
 }
 """GiB for PyTorch by a card's GB: the least total that torch was seen to report of one, less the CUDA context."""

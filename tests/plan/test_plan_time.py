@@ -24,6 +24,15 @@ def test_the_page_has_the_recorded_table() -> None:
     assert plan_time.BEGIN + text + plan_time.END in page
 
 
+def test_thirty_recorded_steps_are_within_15_percent() -> None:
+    rows = json.loads(plan_time.RECORD.read_text(encoding="utf-8"))["runs"]
+    assert len(rows) == len(plan_time.RUNS) == 30
+    for row, (config, overrides) in zip(rows, plan_time.RUNS, strict=True):
+        assert (row["config"], row["overrides"]) == (config, overrides.split())
+        expected = sum(row["predicted_ms"]) / 2
+        assert abs(expected / row["measured_ms"] - 1) <= 0.15, row
+
+
 def test_a_row_of_the_grid_is_predicted() -> None:
     costs = {"products": 1e-9, "attention": 0.0, "moved": 0.0, "launches": 0.0}
     rates = {"training": {"fp32": costs}, "cpu_adamw": {"torch fused": 1e12}, "host_copy": 1e15}

@@ -229,7 +229,7 @@ class PlannedRun:
     @property
     def hosts(self) -> int:
         """Of the processes."""
-        return self._world.size // self._world.local_size
+        return self._world.hosts
 
     def system(self, rates: Rates) -> Any:
         """The cards of its hosts (:class:`offload.plan.collectives.System`)."""

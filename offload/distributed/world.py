@@ -62,6 +62,11 @@ class World:
     group: Any = None
 
     @property
+    def hosts(self) -> int:
+        """How many there are, of as many processes each."""
+        return max(1, self.size // max(1, self.local_size))
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the one that speaks, logs and saves."""
         return self.rank == 0

@@ -78,7 +78,7 @@ def copy_seconds(copies: Sequence[Copy], device: str) -> float:
             torch.accelerator.synchronize()
             return begin.elapsed_time(end) / 1e3
 
-    return statistics.median([turn() for _ in range(TURNS + 1)][1:])
+    return _median(turn)
 
 
 def matmul_rate(device: str, size: int = 4096) -> float:
@@ -97,7 +97,7 @@ def matmul_rate(device: str, size: int = 4096) -> float:
 
         return _seconds(work)
 
-    return 2 * size**3 * inner / statistics.median([turn() for _ in range(TURNS + 1)][1:])
+    return 2 * size**3 * inner / _median(turn)
 
 
 NEW = 64 << 20
@@ -112,10 +112,8 @@ def host_memory_rates(size: int = GIB // 2) -> dict[str, float]:
     with _threads(1):
         rates["host_copy_one_thread"] = 2 * size / copy_seconds([(target, source)], "cpu")
     kept = torch.empty(NEW, dtype=torch.uint8)
-    anew, again = (
-        statistics.median([_seconds(turn) for _ in range(TURNS + 1)][1:])
-        for turn in (lambda: torch.empty(NEW, dtype=torch.uint8).fill_(1), lambda: kept.fill_(1))
-    )
+    anew = _median(lambda: _seconds(lambda: torch.empty(NEW, dtype=torch.uint8).fill_(1)))
+    again = _median(lambda: _seconds(lambda: kept.fill_(1)))
     rates["host_faults"] = NEW / max(anew - again, 1e-9)
     return rates
 
@@ -201,6 +199,11 @@ def locking(gib: int, slab: int = GIB, lock: Callable[[int], Any] | None = None)
     locked = len(kept) * slab / GIB
     del kept
     return {"locked_gib": locked, "seconds_per_gib": taken / locked if locked else None, "refused": refused}
+
+
+def _median(turn: Callable[[], float]) -> float:
+    """Of turns after one that does not count, each of which tells its seconds."""
+    return statistics.median([turn() for _ in range(TURNS + 1)][1:])
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -143,8 +143,8 @@ class _Counter(TorchDispatchMode):
         self.phase = 0
         self.in_layer = False
         self._weights = {tensor.untyped_storage()._cdata for tensor in module.parameters()}
-        self._shapes = {tuple(sorted(param.shape)) for param in module.parameters() if param.dim() > 1}
-        self._exact = {param.shape for param in module.parameters()}
+        self._shapes = {tuple(sorted(param.shape)) for param in module.parameters() if param.dim() > 1}  # or transposed
+        self._gradients = {param.shape for param in module.parameters()}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,15 +175,13 @@ class _Counter(TorchDispatchMode):
             weights += sum(each.nbytes for each in results if tuple(sorted(each.shape)) in self._shapes)
             self.add(Amount(products=float(flops), weights=float(weights), launches=1.0))
         else:
-            moved = list(results)
-            more = 0
-            if name in _PICKS:
-                more = min(sum(map(_traffic, results)), _traffic(inputs[0]))
-                moved += inputs[1:]
-            elif name not in _ONLY_WRITES:
-                moved += inputs
-            still = sum(_traffic(each) for each in moved if each.shape in self._exact)
-            self.add(Amount(moved=float(more + sum(map(_traffic, moved))), launches=1.0, still=float(still)))
+            picks = name in _PICKS
+            read = [] if name in _ONLY_WRITES else inputs[1:] if picks else inputs
+            moved = sum(map(_traffic, (*results, *read)))
+            if picks:
+                moved += min(sum(map(_traffic, results)), _traffic(inputs[0]))
+            still = sum(_traffic(each) for each in (*results, *read) if each.shape in self._gradients)
+            self.add(Amount(moved=float(moved), launches=1.0, still=float(still)))
         return out
 
     def add(self, amount: Amount) -> None:

@@ -226,7 +226,7 @@ class Advisor:
                         dtype,
                         room,
                         processes=self._world.size,
-                        hosts=self._world.size // self._world.local_size,
+                        hosts=self._world.hosts,
                     )
             except Exception:  # the memory that is short, or a part that cannot be traced
                 return None
@@ -269,9 +269,8 @@ class Advisor:
         predictor = Predictor(self._planner)
         if self._world.size == 1:
             return predictor.predict(settings, plan, machine, self.dtype, room).step_seconds
-        hosts = self._world.size // self._world.local_size
         between = network.speed() or math.inf
-        system = system_of(machine, card_named(machine.name), hosts=hosts, network=between)
+        system = system_of(machine, card_named(machine.name), hosts=self._world.hosts, network=between)
         sharding, processes = self._sharding(settings), self._world.size
         found = predictor.predict_ranks(settings, plan, system, sharding, self.dtype, room, processes=processes)
         return found.step_seconds

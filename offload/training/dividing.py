@@ -58,7 +58,7 @@ def divisions(settings: Any, world: World) -> list[Division]:
     Between hosts a replica each moves gradients alone, once; within one, weights that are kept are gathered once where
     others are gathered twice. Weights that are kept divided among a host's processes are gathered again within it.
     """
-    hosts = max(1, world.size // max(1, world.local_size))
+    hosts = world.hosts
     replicas = [hosts, 1] if hosts > 1 else [1]
     if settings.data_parallel_replicate_dim != AUTO:
         replicas = [settings.data_parallel_replicate_dim]

@@ -110,17 +110,16 @@ def expect(
     plan = planner.plan(settings, device, dtype, sharding=sharding)
     room = NOTHING_KNOWN if device.type == "cpu" else Room(total_memory(device), None)
     as_it_was = dataclasses.replace(plan, length=max(1, min(plan.length, round(tokens_per_sequence))))
-    hosts = world.size // world.local_size
     if world.size == 1:
         here = Predictor(planner).predict_here(settings, as_it_was, device, dtype, room)
     else:
         here = Predictor(planner).predict_ranks_here(
-            settings, as_it_was, device, sharding, dtype, room, processes=world.size, hosts=hosts
+            settings, as_it_was, device, sharding, dtype, room, processes=world.size, hosts=world.hosts
         )
     budget = (plan if here is None else placed(plan, here[0], settings.optimizer, dtype.itemsize)).budget
     device_gib = None if device.type == "cpu" else (budget.device - CONTEXT) / GIB
     host_gib = budget.of(LOCKED, HOST) / GIB
-    note = "" if hosts == 1 or device.type == "cpu" else _between(network.speed())
+    note = "" if world.hosts == 1 or device.type == "cpu" else _between(network.speed())
     if here is None:
         return Expected(device_gib, host_gib, note=note)
     found, _ = here

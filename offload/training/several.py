@@ -73,7 +73,7 @@ def exchanges(settings: Any, world: World) -> Iterator[Changes]:
     again = () if settings.reshard_after_forward is True else ("reshard_after_forward=True",)
     narrow = () if settings.reduce_dtype == "bf16" or settings.dtype != "bf16" else ("reduce_dtype=bf16",)
     is_open = settings.reshard_after_forward == AUTO
-    own, hosts = settings.data_parallel_replicate_dim, max(1, world.size // world.local_size)
+    own, hosts = settings.data_parallel_replicate_dim, world.hosts
     replicas: list[Changes] = [()] if own != AUTO else []
     replicas += [(f"data_parallel_replicate_dim={each}",) for each in dict.fromkeys((1, hosts)) if each != own]
     for replicated in replicas if hosts > 1 else [()]:
